@@ -1,0 +1,1 @@
+"""4-bit weights: layout, quantisers, products and kernels. Knows no models."""

@@ -1,0 +1,1 @@
+"""Kernels that torch does not have."""
