@@ -1,0 +1,59 @@
+# The two commands of a new user: `make demo` and `make test`. Everything else is for developers.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODELS ?= .models
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help demo chat test lint fix models bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    set up, fetch a small model, convert it with River, answer a prompt"
+	@echo "make chat    talk to the demo bundle"
+	@echo "make test    the test suite (set ADAPT_MODELS or run 'make models' for the tests on real models)"
+	@echo "make lint    ruff, basedpyright, import contract"
+	@echo "make fix     ruff --fix and format"
+	@echo "make models  fetch the small real models that the marked tests use"
+
+$(BIN)/adapt: pyproject.toml constraints.txt quant/kernels/*.c
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/adapt
+	$(BIN)/python -m pip install -q -c constraints.txt --group dev
+	@touch $@
+
+$(MODELS)/smollm2-135m-instruct.gguf: | $(BIN)/adapt
+	$(BIN)/python tests/fetch_models.py $(MODELS) smollm2
+
+models: $(BIN)/adapt
+	$(BIN)/python tests/fetch_models.py $(MODELS)
+
+demo-bundle/adapt.json: $(BIN)/adapt $(MODELS)/smollm2-135m-instruct.gguf
+	$(BIN)/adapt convert $(MODELS)/smollm2-135m-instruct.gguf --method river -o demo-bundle --force
+
+demo: demo-bundle/adapt.json
+	$(BIN)/adapt inspect demo-bundle
+	$(BIN)/adapt run demo-bundle "Why is the sky blue? Answer in two sentences." --max-tokens 96 --stats
+
+chat: demo-bundle/adapt.json
+	$(BIN)/adapt chat demo-bundle
+
+test: $(VENV)/.dev
+	ADAPT_MODELS=$${ADAPT_MODELS:-$(MODELS)} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+fix: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist demo-bundle *.egg-info
