@@ -1,0 +1,82 @@
+"""Who decides at which depth a token leaves the backbone.
+
+A policy sees the residual stream before and after a backbone block and says which rows may leave.
+It knows nothing of blocks, caches or 4-bit weights; `runtime.river` acts on what it says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class ExitPolicy(Protocol):
+    """Decides after each backbone block (counted from 1) which rows leave."""
+
+    def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
+        """Return bool [B, S]: the rows of `before`, `after` [B, S, hidden] that leave after block `layer`."""
+        ...
+
+    def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
+        """Return whether every row leaves after block `layer` (the paper's minimum over the batch)."""
+        ...
+
+
+def cosine(before: Tensor, after: Tensor) -> Tensor:
+    """Return the cosine of the angle between the two residual streams, float32 [B, S] (River eq. 1)."""
+    return torch.cosine_similarity(before.float(), after.float(), dim=-1)
+
+
+@dataclass(frozen=True)
+class CosineExit:
+    """River eq. (1): rows whose residual stream turned little in block l, cos(h(l-1), h(l)) > τ, leave after it.
+
+    `thresholds[l - 1]` is τ of block l; a threshold of 1 or more never fires (not even where rounding lifts
+    a cosine above 1). Blocks before `entry_layer - 1` have no exit behind them and are not asked.
+    """
+
+    thresholds: tuple[float, ...]
+    entry_layer: int = 2
+
+    @classmethod
+    def uniform(cls, tau: float, num_layers: int, entry_layer: int = 2) -> "CosineExit":
+        """One τ for all layers, as in the paper."""
+        return cls((tau,) * num_layers, entry_layer)
+
+    def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
+        """See `ExitPolicy.leaves`."""
+        if not self._asks(layer):
+            return torch.zeros(after.shape[:-1], dtype=torch.bool, device=after.device)
+        return cosine(before, after) > self.thresholds[layer - 1]
+
+    def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
+        """See `ExitPolicy.all_leave`."""
+        return self._asks(layer) and bool(cosine(before, after).min() > self.thresholds[layer - 1])
+
+    def _asks(self, layer: int) -> bool:
+        return layer >= self.entry_layer - 1 and self.thresholds[layer - 1] < 1
+
+
+@dataclass(frozen=True)
+class FixedExit:
+    """Every row leaves after block `depth`: for tests, floors and drafts. A depth of L is the dense model."""
+
+    depth: int
+
+    def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:  # noqa: ARG002  (a policy's signature)
+        """See `ExitPolicy.leaves`."""
+        return torch.full(after.shape[:-1], layer >= self.depth, dtype=torch.bool, device=after.device)
+
+    def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:  # noqa: ARG002
+        """See `ExitPolicy.all_leave`."""
+        return layer >= self.depth
+
+
+def exit_histogram(depths: Sequence[int], num_layers: int) -> list[int]:
+    """Return how many tokens executed exactly 1, 2, … L backbone blocks."""
+    counts = [0] * num_layers
+    for depth in depths:
+        counts[depth - 1] += 1
+    return counts
