@@ -1,7 +1,7 @@
-"""Rows of data in: text lines, jsonl, csv and tsv files, plain or gzipped, one row at a time.
+r"""Rows of data in: text lines, jsonl, csv and tsv files, plain or gzipped, one row at a time.
 
 Pure Python: knows no model, no tensor and no terminal. A row that cannot be read is a row with an `error`,
-so that the output keeps one row for each input row. Lines end at `\\n` only (`str.splitlines` would also cut at
+so that the output keeps one row for each input row. Lines end at `\n` only (`str.splitlines` would also cut at
 U+2028 and friends, which are legal inside JSON strings and ordinary in text).
 """
 
@@ -132,7 +132,7 @@ def _lines(name: str, stream: BinaryIO) -> Iterator[bytes]:
     try:
         while line := stream.readline(MAX_LINE_BYTES + 1):
             if first:
-                line = _without_bom(name, line)  # noqa: PLW2901 - the mark belongs to the file, not to its first row
+                line = _without_bom(name, line)
                 first = False
             end = line
             while len(end) > MAX_LINE_BYTES and not end.endswith(b"\n"):

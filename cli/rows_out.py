@@ -120,7 +120,7 @@ def _str(value: object) -> str | None:
 
 
 class TextLines:
-    """One line a row: the result's first value, line breaks written as `\\n`; an empty line for a failed row."""
+    r"""One line a row: the result's first value, line breaks written as `\n`; an empty line for a failed row."""
 
     def encode(self, row: Row, result: Mapping[str, object]) -> bytes:
         """See `Form.encode`."""
@@ -140,7 +140,7 @@ class TextLines:
 
 
 class Table:
-    """csv (quoted where needed) or tsv (tabs and line breaks inside a cell written as `\\t`, `\\n`).
+    r"""csv (quoted where needed) or tsv (tabs and line breaks inside a cell written as `\t`, `\n`).
 
     The header is the first row's own keys, then `row`, `row_hash`, the result's columns and `error`. A key that
     turns up later has no column: it is left out and said once.

@@ -49,7 +49,8 @@ def test_cp949_bytes_spoil_their_row_only(tmp_path: Path) -> None:
     assert [row.error for row in table] == [None, "column 'text' is not UTF-8", None]
     assert table[1].fields["id"] == "2"
     jsonl = read(tmp_path, "a.jsonl", b'{"text": "' + bad + b'"}\n{"text": "ok"}\n')
-    assert jsonl[0].error and jsonl[1].content == "ok"
+    assert jsonl[0].error
+    assert jsonl[1].content == "ok"
 
 
 def test_jsonl_rows(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_tsv_has_no_quoting(tmp_path: Path) -> None:
 
 
 def test_table_without_the_column_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no column text or prompt|no column prompt or text") as caught:
+    with pytest.raises(UsageError, match="no column prompt or text") as caught:
         read(tmp_path, "a.csv", b"id,review\n1,x\n")
     assert caught.value.hint == "It has id, review; choose one with --field"
     assert read(tmp_path, "a.csv", b"review\nx\n")[0].content == "x"
@@ -164,8 +165,12 @@ def write(path: Path, rows: Iterator[Row], name: str, *, skip: bool = False, res
                 stream.write(form.encode(row, answer(row)))
 
 
-values = st.one_of(st.text(max_size=8), st.integers(), st.none(), st.booleans(), st.lists(st.text(max_size=3), max_size=2))
-objects = st.fixed_dictionaries({}, optional={"text": st.text(max_size=12), "id": values, "error": values, "줄": values})
+values = st.one_of(
+    st.text(max_size=8), st.integers(), st.none(), st.booleans(), st.lists(st.text(max_size=3), max_size=2)
+)
+objects = st.fixed_dictionaries(
+    {}, optional={"text": st.text(max_size=12), "id": values, "error": values, "줄": values}
+)
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,0 +1,86 @@
+"""The program `adapt`: its table of commands and its entry point.
+
+Imports no command, and nothing heavier than Typer.
+"""
+
+import os
+import sys
+from typing import Annotated, ClassVar, TextIO
+
+import typer
+
+from .. import __version__
+from .program import NAME, Program
+
+EXAMPLES = """\
+  adapt convert Qwen/Qwen2.5-Coder-0.5B-Instruct --method river -o qwen-river
+  adapt run qwen-river "Write a function that reverses a list"
+  adapt chat qwen-river
+"""
+
+
+class Adapt(Program):
+    """All commands. A new one is its module and a line here."""
+
+    table: ClassVar = {
+        "convert": "Build a bundle from a model.",
+        "run": "Generate from a prompt, or from many rows.",
+        "chat": "Hold a conversation in the terminal.",
+        "inspect": "Show what is in a bundle.",
+        "verify": "Check that a bundle is whole.",
+        "export": "Write a bundle in a form that other programs load.",
+        "help": "Help on a command, or on a topic: exit-codes, environment.",
+    }
+
+
+app = typer.Typer(
+    name=NAME,
+    cls=Adapt,
+    help="Convert decoder-only language models into adaptive ones, and run them.",
+    epilog=f"Examples:\n{EXAMPLES}\n'adapt COMMAND --help' shows more; 'adapt help exit-codes' what a status means.\n",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # Option names only: Typer applies this to names and to the choices of an option, which have no underscore.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001 - answered by its callback
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(2)
+
+
+def _utf8(stream: TextIO | None) -> None:
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(encoding="utf-8", errors="replace")
+
+
+def main() -> None:
+    """Run the program; text is UTF-8 whatever the locale."""
+    if sys.stdout is None:  # started with stdout closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open until the end
+    for stream in (sys.stdout, sys.stderr):
+        _utf8(stream)
+    app()
+
+
+if __name__ == "__main__":
+    main()

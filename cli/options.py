@@ -1,0 +1,166 @@
+"""Options that several commands share, spelled and explained the same everywhere."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+
+OUTPUT = "Output"
+MACHINE = "Machine"
+SAMPLING = "Sampling"
+ROWS = "Many rows"
+HUB = "Hugging Face Hub"
+RIVER = "River"
+
+DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
+def _remember(name: str, *, on: bool) -> Callable[[typer.Context, bool], bool]:
+    """Make a callback that keeps a flag where errors and reporters find it."""
+
+    def remember(ctx: typer.Context, value: bool) -> bool:
+        if value and ctx.obj is not None:
+            setattr(ctx.obj, name, on)
+        return value
+
+    return remember
+
+
+def _remember_log(ctx: typer.Context, value: Path | None) -> Path | None:
+    if value is not None and ctx.obj is not None:
+        ctx.obj.log_file = value
+    return value
+
+
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "-v",
+        "--verbose",
+        callback=_remember("verbose", on=True),
+        is_eager=True,
+        rich_help_panel=OUTPUT,
+        help="Say more; show the traceback of an error (env: ADAPT_DEBUG=1).",
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "-q",
+        "--quiet",
+        callback=_remember("quiet", on=True),
+        is_eager=True,
+        rich_help_panel=OUTPUT,
+        help="No progress, notices, warnings or summary on stderr; errors only.",
+    ),
+]
+NoProgress = Annotated[
+    bool,
+    typer.Option(
+        "--no-progress",
+        callback=_remember("progress", on=False),
+        is_eager=True,
+        rich_help_panel=OUTPUT,
+        help="No progress on stderr.",
+    ),
+]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-file",
+        callback=_remember_log,
+        is_eager=True,
+        rich_help_panel=OUTPUT,
+        metavar="FILE",
+        help="Append notices and warnings to FILE, each with the time (UTC).",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Write JSON on stdout, for scripts.")]
+
+
+def shared(
+    verbose: Verbose = False, quiet: Quiet = False, no_progress: NoProgress = False, log_file: LogFile = None
+) -> None:
+    """Options that every command has; their values are kept in `ctx.obj` by their callbacks."""
+
+
+def device(text: str) -> str:
+    """Check auto, cpu, cuda or cuda:N. Raises UsageError."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise UsageError(f"--device {text} is not auto, cpu, cuda or cuda:N")
+    return text
+
+
+def dtype(text: str) -> str:
+    """Return the short name of a number format. Raises UsageError."""
+    if text not in DTYPES:
+        raise UsageError(f"--dtype {text} is not auto, bf16, fp16 or fp32")
+    return DTYPES[text]
+
+
+def _dtype_names(incomplete: str) -> list[str]:
+    return [name for name in ("auto", "bf16", "fp16", "fp32") if name.startswith(incomplete)]
+
+
+def _device_names(incomplete: str) -> list[str]:
+    return [name for name in ("auto", "cpu", "cuda", "cuda:0") if name.startswith(incomplete)]
+
+
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        callback=device,
+        metavar="auto|cpu|cuda[:N]",
+        autocompletion=_device_names,
+        rich_help_panel=MACHINE,
+        help="Where to compute.",
+    ),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        callback=dtype,
+        metavar="auto|bf16|fp16|fp32",
+        autocompletion=_dtype_names,
+        rich_help_panel=MACHINE,
+        help="Number format of the dense part.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, metavar="N", rich_help_panel=MACHINE, help="CPU threads (default: all cores)."),
+]
+CtxSize = Annotated[
+    int | None,
+    typer.Option(
+        "--ctx-size",
+        "-c",
+        "--max-seq-len",
+        min=1,
+        metavar="N",
+        rich_help_panel=MACHINE,
+        help="Tokens of context to make room for, prompt and answer (default: what the prompt needs).",
+    ),
+]
+Resident = Annotated[
+    int | None,
+    typer.Option(
+        "--resident",
+        min=1,
+        metavar="N",
+        rich_help_panel=MACHINE,
+        help="Dense blocks kept in memory, from the first on; tokens that would go deeper stay in the river.",
+    ),
+]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", rich_help_panel=HUB, metavar="DIR", help="The Hub's cache (env: HF_HOME)."),
+]
+Force = Annotated[bool, typer.Option("--force", "--overwrite", help="Replace an output that is there.")]
