@@ -1,0 +1,219 @@
+"""The token stream that run, chat, bench and tests share: prefill, then one record per token.
+
+Knows the model only by the `Model` protocol: no weights, no exit rule, no chat template, no terminal.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..errors import AdaptError, UsageError
+from .cache import KVCache
+from .sampling import Sampler, Sampling
+from .stops import Stops, StreamedText
+from .stream import FinishReason, GenerationStats, TokenRecord, TokenStream
+from .text import IncrementalDecoder, Tokenizer
+
+_CAPACITY_STEP = 64
+_SOON = 512
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one pass of the model says about the next token."""
+
+    logits: Tensor
+    """float32 [1, V], of the last position."""
+    depth: int | None
+    """Backbone blocks executed before the token left for the river; None = the model has no exits."""
+
+
+class Model(Protocol):
+    """What generation needs of a model. Ids are int64 on the CPU; the model moves them where it needs them."""
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Make an empty cache for `batch` rows of at most `capacity` tokens."""
+        ...
+
+    def prefill(self, ids: Tensor, cache: KVCache) -> StepOutput:
+        """Append ids [1, S] to the cache."""
+        ...
+
+    def decode(self, ids: Tensor, cache: KVCache) -> StepOutput:
+        """Append one token, ids [1, 1], to the cache."""
+        ...
+
+
+@runtime_checkable
+class _Growable(Protocol):
+    def grow(self, capacity: int) -> None: ...
+
+
+class PromptCache:
+    """A model's KV cache for one sequence, and the ids whose keys and values it holds.
+
+    Invariant between passes: the cache holds exactly `ids`. The last token of a stream is chosen but not passed
+    through the model, so it is not among them; a continuation prefills it with what follows. A pass that was
+    interrupted leaves `ids` as before it, and the next `reuse` cuts off what it had written.
+    """
+
+    def __init__(self, model: Model, context_size: int) -> None:
+        self._model = model
+        self.context_size = context_size
+        self.ids: list[int] = []
+        self.kv: KVCache | None = None
+        self.capacity = 0
+
+    def reserve(self, length: int, eventually: int = 0) -> KVCache:
+        """Make room for `length` tokens now and, where a cache cannot grow in place, `eventually` at once.
+
+        Grows by doubling. A cache that cannot grow is replaced by an empty one, and `ids` is emptied with it.
+        """
+        if self.kv is not None and isinstance(self.kv, _Growable):
+            if length > self.capacity:
+                self.capacity = self._rounded(max(length, 2 * self.capacity))
+                self.kv.grow(self.capacity)
+            return self.kv
+        needed = max(length, eventually)
+        if self.kv is None or needed > self.capacity:
+            self.kv, self.ids = None, []  # free the old one before the new one is made
+            self.kv = self._new(length, needed)
+        return self.kv
+
+    def _new(self, length: int, needed: int) -> KVCache:
+        self.capacity = self._rounded(length)
+        kv = self._model.new_cache(1, self.capacity)
+        if not isinstance(kv, _Growable) and self.capacity < needed:
+            self.capacity = self._rounded(needed)
+            kv = self._model.new_cache(1, self.capacity)
+        return kv
+
+    def _rounded(self, length: int) -> int:
+        return min(-(-length // _CAPACITY_STEP) * _CAPACITY_STEP, self.context_size)
+
+    def reuse(self, ids: Sequence[int]) -> int:
+        """Keep the longest beginning that the cache has in common with `ids`; return its length.
+
+        The last of `ids` is never counted: the model must see at least one token to say what follows.
+        """
+        limit = min(len(self.ids), len(ids) - 1)
+        kept = next((at for at in range(limit) if self.ids[at] != ids[at]), max(limit, 0))
+        if self.kv is not None:
+            self.kv.truncate(kept)
+        del self.ids[kept:]
+        return kept
+
+
+def generate(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    stops: Stops,
+    cache: PromptCache,
+    max_tokens: int | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    row: int = 0,
+    continues: bool = False,
+) -> TokenStream:
+    """Continue `ids`. The model runs as the stream is read; arguments are checked at once.
+
+    Args:
+        model: what to run.
+        ids: the whole prompt; the beginning that `cache` already holds is not computed again.
+        tokenizer: for the text of the records.
+        sampling: how tokens are chosen.
+        stops: what ends the text ("stop").
+        cache: holds, after the last record, the prompt and all new tokens but the last (see `PromptCache`).
+        max_tokens: new tokens at most ("length"); None = as many as the context holds.
+        cancelled: asked after each token; True ends the text with that token ("cancelled").
+        row: number of this text among those of one seed.
+        continues: the text goes on from the prompt's, whose leading space it keeps (plain completion).
+
+    Raises:
+        UsageError: no prompt, or `max_tokens` below 1.
+        AdaptError: the prompt does not fit in the context; while reading: the model's logits are broken.
+
+    """
+    room = check_fits(len(ids), cache.context_size)
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}", "It must be 1 or more.")
+    limit = room if max_tokens is None else min(room, max_tokens)
+    text = StreamedText(IncrementalDecoder(tokenizer, after=ids if continues else ()), stops)
+    stats = GenerationStats(prompt_tokens=len(ids))
+    run = _Run(model, cache, Sampler(sampling, row), text, stats, limit, cancelled)
+    return TokenStream(run.records(list(ids)), stats)
+
+
+def check_fits(tokens: int, context_size: int) -> int:
+    """Return how many tokens may follow a prompt of `tokens`.
+
+    Raises:
+        UsageError: the prompt is empty.
+        AdaptError: none may follow.
+
+    """
+    if tokens == 0:
+        raise UsageError("The prompt is empty", "Give it some text.")
+    if tokens >= context_size:
+        raise AdaptError(
+            f"The prompt has {tokens} tokens; the context holds {context_size}, the answer included",
+            "Shorten the prompt, or raise --ctx-size if the model allows.",
+        )
+    return context_size - tokens
+
+
+@dataclass
+class _Run:
+    """The state of one stream."""
+
+    model: Model
+    cache: PromptCache
+    sampler: Sampler
+    text: StreamedText
+    stats: GenerationStats
+    limit: int
+    cancelled: Callable[[], bool] | None
+
+    def records(self, prompt: list[int]) -> Generator[TokenRecord, None, None]:
+        started = time.perf_counter()
+        self.sampler.saw(prompt)
+        output = self._prefill(prompt)
+        for index in range(self.limit):
+            token = self.sampler(output.logits[0])
+            text, reason = self._read(token, index)
+            record = TokenRecord(index, token, text, output.depth, time.perf_counter() - started, reason)
+            self.stats.add(record)
+            yield record
+            if reason is not None:
+                return
+            started = time.perf_counter()
+            output = self._decode(token)
+
+    def _read(self, token: int, index: int) -> tuple[str, FinishReason | None]:
+        text, stopped = self.text.push(token)
+        reason: FinishReason | None = "stop" if stopped else "length" if index + 1 == self.limit else None
+        if reason is None and self.cancelled is not None and self.cancelled():
+            reason = "cancelled"
+        return (text, reason) if reason in (None, "stop") else (text + self.text.flush(), reason)
+
+    def _prefill(self, prompt: list[int]) -> StepOutput:
+        soon = len(prompt) + min(self.limit, _SOON)
+        kv = self.cache.reserve(soon, eventually=len(prompt) + self.limit)
+        kept = self.stats.reused_tokens = self.cache.reuse(prompt)
+        with torch.inference_mode():
+            output = self.model.prefill(torch.tensor([prompt[kept:]]), kv)
+        self.cache.ids = prompt
+        return output
+
+    def _decode(self, token: int) -> StepOutput:
+        kv = self.cache.reserve(len(self.cache.ids) + 1)
+        with torch.inference_mode():
+            output = self.model.decode(torch.tensor([[token]]), kv)
+        self.cache.ids.append(token)
+        return output
