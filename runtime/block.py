@@ -1,0 +1,120 @@
+"""One decoder block: the forward that dense layers, exit layers and training share.
+
+Its matrices are `quant.linear.Linear` objects, so a block does not know whether they are dense or 4-bit; keys and
+values go through a KV store, so it does not know whether there is a cache. Knows no files.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ..quant.linear import Linear
+from .architecture import Architecture
+from .attention import ACTIVATIONS, RMSNorm, attend, rotate
+from .cache import KVStore
+
+if TYPE_CHECKING:
+    from .step import Step
+
+
+class Projection(Protocol):
+    """Several products of one input: query, key, value, or gate and up."""
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """x [..., K] -> one tensor [..., N_i] per product."""
+        ...
+
+
+class Separate:
+    """One linear per product."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = tuple(linears)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """See `Projection`."""
+        return [linear(x) for linear in self.linears]
+
+
+class Fused:
+    """One linear whose output is cut into `sizes`."""
+
+    def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
+        self.linears = (linear,)
+        self._sizes = list(sizes)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """See `Projection`."""
+        return self.linears[0](x).split(self._sizes, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms of a block; the last four only where the family has them. A follower (R-CLA) has no `key`."""
+
+    before_attention: RMSNorm
+    before_mlp: RMSNorm
+    after_attention: RMSNorm | None = None
+    after_mlp: RMSNorm | None = None
+    query: RMSNorm | None = None
+    key: RMSNorm | None = None
+
+
+class Block:
+    """Attention and MLP with their norms and residuals.
+
+    `qkv` gives query, key and value, or the query alone where the layer reads another layer's keys and values.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        index: int,
+        norms: Norms,
+        *,
+        qkv: Projection,
+        output: Linear,
+        gate_up: Projection,
+        down: Linear,
+    ) -> None:
+        self.index = index
+        self.norms = norms
+        self.qkv, self.output, self.gate_up, self.down = qkv, output, gate_up, down
+        self._kind = arch.kind_of[index]
+        self._heads, self._kv_heads, self._width = arch.num_heads, arch.num_kv_heads, arch.head_dim
+        self._scale, self._softcap = arch.attention_scale, arch.attention_softcap
+        self._has_kv = arch.has_kv(index)
+        self._activation: Callable[[Tensor], Tensor] = ACTIVATIONS[arch.activation]
+
+    def __call__(self, h: Tensor, step: "Step", kv: KVStore) -> Tensor:
+        """h [B, S, hidden] -> [B, S, hidden], of the same dtype. Keys and values go to and come from `kv`."""
+        norms = self.norms
+        mixed = self._attention(norms.before_attention(h), step, kv)
+        h = h + (mixed if norms.after_attention is None else norms.after_attention(mixed))
+        gate, up = self.gate_up(norms.before_mlp(h))
+        mixed = self.down(self._activation(gate) * up)
+        return h + (mixed if norms.after_mlp is None else norms.after_mlp(mixed))
+
+    def _attention(self, x: Tensor, step: "Step", kv: KVStore) -> Tensor:
+        view = step.views[self._kind]
+        if self._has_kv:
+            q, k, v = self.qkv(x)
+            k = self._turn(self._split(k, self._kv_heads), self.norms.key, view.cos, view.sin)
+            kv.store(step, self.index, k, self._split(v, self._kv_heads))
+        else:
+            (q,) = self.qkv(x)
+        q = self._turn(self._split(q, self._heads), self.norms.query, view.cos, view.sin)
+        if step.query_scale is not None:
+            q = q * step.query_scale
+        k, v = kv.fetch(step, self.index)
+        return self.output(attend(q, k, v, view, scale=self._scale, softcap=self._softcap))
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        batch, rows, _ = x.shape
+        return x.view(batch, rows, heads, self._width).transpose(1, 2)
+
+    def _turn(self, x: Tensor, norm: RMSNorm | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return x if cos is None or sin is None else rotate(x, cos, sin)

@@ -1,0 +1,160 @@
+"""What a pass remembers of keys and values: a static cache for generation, a per-pass store without one.
+
+Remembers only; which positions a pass writes is decided by the `Step`. Knows no weights.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, UsageError
+from .architecture import Architecture
+
+if TYPE_CHECKING:
+    from .step import Step
+
+
+class RotationChangedError(UnsupportedError):
+    """The sequence has outgrown the lengths that its stored keys were rotated for; who holds its ids runs it again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The sequence outgrew the short RoPE factors of this model while it was running",
+            "Run the whole sequence again from an empty cache.",
+        )
+
+
+class KVStore(Protocol):
+    """Where a block puts its keys and values, and where it finds the ones that it attends to."""
+
+    def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep k and v [B, kv_heads, S, head_dim] of a layer, at the positions of the step."""
+        ...
+
+    def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, kv_heads, T, head_dim] that the layer attends to, from the step's first key on."""
+        ...
+
+
+class PassStore:
+    """Keys and values of one pass over whole sequences, for scoring and training: nothing is written in place.
+
+    `sources` says whose keys and values a layer reads; by default the architecture's own map.
+    """
+
+    def __init__(self, arch: Architecture, sources: Sequence[int] | None = None) -> None:
+        self._sources = arch.kv_sources if sources is None else tuple(sources)
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002 - see KVStore
+        """See `KVStore.store`."""
+        self._kept[layer] = (k, v)
+
+    def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the step starts at 0
+        """See `KVStore.fetch`."""
+        return self._kept[self._sources[layer]]
+
+
+class KVCache:
+    """Static buffers [B, kv_heads, capacity, head_dim], one pair per slot, and how much of each row is filled.
+
+    `slot_of` maps layers to slots; by default the architecture's map (one slot per layer that keeps a cache). Each slot
+    has lengths of its own, since blocks may lag behind others. Lengths are plain ints: no pass waits for the device.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        slot_of: Sequence[int] | None = None,
+    ) -> None:
+        self.slot_of = arch.slots if slot_of is None else tuple(slot_of)
+        self.batch = batch
+        self.capacity = capacity
+        shape = (batch, arch.num_kv_heads, capacity, arch.head_dim)
+        slots = range(max(self.slot_of) + 1)
+        # Zeroed, since masked entries are multiplied by a weight of 0 and must be finite.
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in slots]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in slots]
+        self._lengths = [(0,) * batch for _ in slots]
+        self._regimes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._keys[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self._keys[0].device
+
+    @property
+    def lengths(self) -> Sequence[tuple[int, ...]]:
+        """Tokens stored, per slot and row."""
+        return tuple(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers at full capacity."""
+        return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
+
+    def starts(self, layers: range) -> tuple[int, ...]:
+        """Tokens that every one of `layers` has stored, per row. Layers that lag are stepped apart: UsageError."""
+        found = {self._lengths[self.slot_of[layer]] for layer in layers}
+        if len(found) != 1:
+            raise UsageError(f"Layers {layers.start} to {layers.stop - 1} have stored different numbers of tokens")
+        return found.pop()
+
+    def check_room(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Raise UsageError unless `counts` tokens more fit behind `starts`, row by row."""
+        if len(starts) != len(counts):
+            raise UsageError(f"A chunk of {len(counts)} rows does not fit a cache of {len(starts)}")
+        needed = max(start + count for start, count in zip(starts, counts, strict=True))
+        if needed > self.capacity:
+            raise UsageError(
+                f"The sequence needs {needed} positions, the cache has {self.capacity}",
+                "Shorten the input or allow a longer context.",
+            )
+
+    def begin(self, step: "Step") -> None:
+        """Refuse a step whose keys would be rotated otherwise than the stored ones (longrope past its switch)."""
+        if step.regimes == self._regimes:
+            return
+        stored = self._regimes
+        if stored and any(a != b for a, b, n in zip(stored, step.regimes, step.starts, strict=True) if n):
+            raise RotationChangedError
+        self._regimes = step.regimes
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forget what lies beyond `lengths` (one for all rows, or one per row) in every slot."""
+        limits = (lengths,) * self.batch if isinstance(lengths, int) else tuple(lengths)
+        if len(limits) != self.batch or min(limits) < 0:
+            raise UsageError(f"A cache of {self.batch} rows cannot be cut to {list(limits)}")
+        self._lengths = [tuple(map(min, kept, limits)) for kept in self._lengths]
+
+    def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:
+        """See `KVStore.store`. Padding is not stored; storing the same step again overwrites it."""
+        slot = self.slot_of[layer]
+        keys, values = self._keys[slot], self._values[slot]
+        if step.uniform:
+            keys.narrow(2, step.start, step.width).copy_(k)
+            values.narrow(2, step.start, step.width).copy_(v)
+        else:
+            rows, source, target = step.scatter
+            keys[rows, :, target] = k[rows, :, source]
+            values[rows, :, target] = v[rows, :, source]
+        self._lengths[slot] = step.ends
+
+    def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.fetch`. Views, not copies."""
+        slot = self.slot_of[layer]
+        first = step.first_key(layer)
+        count = step.end - first
+        return self._keys[slot].narrow(2, first, count), self._values[slot].narrow(2, first, count)

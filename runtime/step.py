@@ -1,0 +1,135 @@
+"""What one pass needs and all its blocks share: positions, rotations, masks, write positions; made once per pass.
+
+Knows no weights and stores nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .architecture import Architecture, LayerSpec
+from .rope import Rotary
+
+FOLDED_ROWS = 8  # up to here the query heads of a group are stacked as rows: keys are read once per group
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the layers of one kind (window, rotation) see in this pass.
+
+    cos, sin [S, rotary_dim] or [B, 1, S, rotary_dim]; mask [S or G * S, T] or [B, 1, S or G * S, T], added to the
+    scores, None when every key of the range counts or `causal` says it all.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    folded: bool
+    first: int
+
+
+class Step:
+    """One pass: rows `starts[i] .. starts[i] + counts[i]` of each sequence, as a chunk of `width` columns.
+
+    Shorter rows are padded on the right. A padding column takes the last valid position of its row, so that it attends
+    to something finite; what it computes is never stored.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        rotaries: Sequence[Rotary],
+        *,
+        starts: tuple[int, ...],
+        counts: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.starts = starts
+        self.ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
+        self.counts = counts
+        self.width = max(counts)
+        self.end = max(self.ends)
+        self.start = starts[0]
+        self.uniform = len(set(starts)) == 1 and len(set(counts)) == 1
+        self.dtype = dtype
+        self.device = device
+        switching = [rotary.spec for rotary in rotaries if rotary.spec.kind == "longrope"]
+        # Per row, which frequencies its keys get; empty for models whose frequencies never switch.
+        self.regimes = tuple(tuple(spec.regime(end) for spec in switching) for end in self.ends) if switching else ()
+        self._group = arch.num_heads // arch.num_kv_heads
+        self._rotaries = rotaries
+        self.views = tuple(self._view(kind) for kind in arch.kinds)
+        self._first = tuple(self.views[kind].first for kind in arch.kind_of)
+        self.query_scale = self._query_scale(arch.query_scaling)
+
+    def first_key(self, layer: int) -> int:
+        """The first position that any query of this pass sees in `layer`."""
+        return self._first[layer]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions [B, S] on the host."""
+        starts = torch.tensor(self.starts)[:, None]
+        last = torch.tensor(self.ends)[:, None] - 1
+        return (starts + torch.arange(self.width)).minimum(last).clamp(min=0)
+
+    @cached_property
+    def scatter(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(row, column of the chunk, position in the cache) of every valid token, each [N], on the device."""
+        pairs = [(row, column) for row, count in enumerate(self.counts) for column in range(count)]
+        rows, columns = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+        target = torch.tensor(self.starts)[rows] + columns
+        return rows.to(self.device), columns.to(self.device), target.to(self.device)
+
+    def _view(self, kind: LayerSpec) -> View:
+        cos, sin = self._rotation(kind.rope)
+        first = 0 if kind.window is None else max(0, min(self.starts) + 1 - kind.window)
+        folded = self.width <= FOLDED_ROWS
+        mask, causal = self._mask(kind.window, first, folded=folded)
+        return View(cos, sin, mask, causal, folded, first)
+
+    def _rotation(self, rope: int | None) -> tuple[Tensor | None, Tensor | None]:
+        if rope is None:
+            return None, None
+        rotary = self._rotaries[rope]
+        if self.uniform:
+            return rotary.range(self.start, self.end, self.end)
+        return rotary.rows(self.positions, self.ends)
+
+    def _mask(self, window: int | None, first: int, *, folded: bool) -> tuple[Tensor | None, bool]:
+        if self.uniform and self.width == 1:
+            return None, False
+        if self.uniform and self.start == 0 and not folded and (window is None or window >= self.width):
+            return None, True
+        positions = (self.positions[:1] if self.uniform else self.positions)[:, :, None]
+        keys = torch.arange(first, self.end)
+        seen = keys <= positions
+        if window is not None:
+            seen &= keys > positions - window
+        mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
+        if folded:
+            mask = mask.repeat(1, self._group, 1)
+        return (mask[0] if self.uniform else mask[:, None]).to(self.device), False
+
+    def _query_scale(self, scaling: tuple[float, int] | None) -> Tensor | None:
+        if scaling is None:
+            return None
+        beta, original = scaling
+        scale = 1 + beta * torch.log1p(torch.floor(self.positions / original))
+        return scale[:, None, :, None].to(device=self.device, dtype=self.dtype)
+
+
+def chunk_counts(ids: Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:
+    """Valid tokens per row of ids [B, S]: `counts`, or every column. Raises UsageError when they do not fit."""
+    batch, width = ids.shape
+    if counts is None:
+        return (width,) * batch
+    if len(counts) != batch or max(counts) != width or min(counts) < 0:
+        raise UsageError(f"{list(counts)} tokens per row do not fit a chunk of {batch} x {width}")
+    return tuple(counts)
