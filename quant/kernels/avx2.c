@@ -1,0 +1,97 @@
+/* AVX2 with FMA: eight lanes. A pair of bf16 values is two floats: the low half shifted up, the high half masked. */
+#include "native.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef __clang__
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#include <immintrin.h>
+#endif
+
+#define NAME(x) avx2_##x
+#define ISA_SYMBOL adapt_isa_avx2
+#define ISA_NAME "avx2"
+#define LANES 8
+#define X_BYTES 4
+typedef __m256 V;
+typedef __m256i W;
+typedef struct {
+    V even, odd;
+} X;
+
+static inline V zero(void) { return _mm256_setzero_ps(); }
+static inline V splat(float value) { return _mm256_set1_ps(value); }
+static inline V add(V a, V b) { return _mm256_add_ps(a, b); }
+static inline V scale_add(V scale, V a, V b) { return _mm256_fmadd_ps(scale, a, b); }
+static inline V remove(V a, V b, V c) { return _mm256_fnmadd_ps(b, c, a); } /* a - b c */
+static inline V load_floats(const float *from) { return _mm256_loadu_ps(from); }
+static inline void store_floats(float *to, V value) { _mm256_storeu_ps(to, value); }
+static inline W load_words(const void *from) { return _mm256_loadu_si256(from); }
+
+static inline float sum(V value) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+static inline V dot(V acc, W words, X x) {
+    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), x.even, acc);
+    W high = _mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000));
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(high), x.odd, acc);
+}
+
+static inline X load_x(const char *from) {
+    return (X){_mm256_loadu_ps((const float *)from), _mm256_loadu_ps((const float *)from + LANES)};
+}
+
+static inline X broadcast_x(const char *from) {
+    return (X){_mm256_broadcast_ss((const float *)from), _mm256_broadcast_ss((const float *)from + 1)};
+}
+
+static inline W low_codes(W raw) { return _mm256_and_si256(raw, _mm256_set1_epi8(15)); }
+static inline W high_codes(W raw) { return low_codes(_mm256_srli_epi16(raw, 4)); }
+
+static inline W spread(W codes, int high) {
+    W exponent = _mm256_set1_epi8(0x43);
+    return high ? _mm256_unpackhi_epi8(codes, exponent) : _mm256_unpacklo_epi8(codes, exponent);
+}
+
+static inline V parameters(const uint8_t *at, int wide, int index) {
+    if (wide) return _mm256_loadu_ps((const float *)at + index * LANES);
+    __m128i narrow = _mm_loadu_si128((const __m128i *)at + index);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+}
+
+static int avx2_supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+static void avx2_prepare_step(const uint16_t *step, char *to) {
+    float *x = (float *)to;
+    for (int i = 0; i < LANES; i++) {
+        x[i] = bf16_to_float(step[2 * i]);
+        x[LANES + i] = bf16_to_float(step[2 * i + 1]);
+    }
+}
+
+static inline void avx2_prepare_pair(const uint16_t *pair, char *to) {
+    ((float *)to)[0] = bf16_to_float(pair[0]);
+    ((float *)to)[1] = bf16_to_float(pair[1]);
+}
+
+#define DENSE_CASES \
+    CASE(1, 1, 4) CASE(2, 2, 2) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1) CASE(6, 2, 1) CASE(7, 1, 1) CASE(8, 1, 1)
+#define INT4_CASES \
+    CASE(1, 2, 4) CASE(2, 2, 2) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1) CASE(6, 1, 1) CASE(7, 1, 1) CASE(8, 1, 1)
+#include "products.h"
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#else
+static int never(void) { return 0; }
+const Isa adapt_isa_avx2 = {.name = "avx2", .supported = never};
+#endif

@@ -1,0 +1,126 @@
+/* AVX-512: sixteen lanes; the same steps as avx2.c. avx512bf16.c includes this file with BF16_DOT defined, where one
+ * instruction multiplies a pair of bf16 values. */
+#include "native.h"
+
+#ifdef BF16_DOT
+#define NAME(x) avx512bf16_##x
+#define ISA_SYMBOL adapt_isa_avx512bf16
+#define ISA_NAME "avx512bf16"
+#else
+#define NAME(x) avx512_##x
+#define ISA_SYMBOL adapt_isa_avx512
+#define ISA_NAME "avx512"
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef __clang__
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC push_options
+#ifdef BF16_DOT
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512bf16")
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw")
+#endif
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+typedef __m512 V;
+typedef __m512i W;
+
+static inline V zero(void) { return _mm512_setzero_ps(); }
+static inline V splat(float value) { return _mm512_set1_ps(value); }
+static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+static inline V scale_add(V scale, V a, V b) { return _mm512_fmadd_ps(scale, a, b); }
+static inline V remove(V a, V b, V c) { return _mm512_fnmadd_ps(b, c, a); } /* a - b c */
+static inline V load_floats(const float *from) { return _mm512_loadu_ps(from); }
+static inline void store_floats(float *to, V value) { _mm512_storeu_ps(to, value); }
+static inline W load_words(const void *from) { return _mm512_loadu_si512(from); }
+static inline float sum(V value) { return _mm512_reduce_add_ps(value); }
+
+#ifdef BF16_DOT
+#define X_BYTES 2
+typedef W X;
+
+static inline V dot(V acc, W words, X x) { return _mm512_dpbf16_ps(acc, (__m512bh)words, (__m512bh)x); }
+static inline X load_x(const char *from) { return load_words(from); }
+
+static inline X broadcast_x(const char *from) {
+    int pair;
+    memcpy(&pair, from, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+
+static void NAME(prepare_step)(const uint16_t *step, char *to) { memcpy(to, step, 2 * LANES * X_BYTES); }
+static inline void NAME(prepare_pair)(const uint16_t *pair, char *to) { memcpy(to, pair, 2 * X_BYTES); }
+static int NAME(supported)(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+#else
+#define X_BYTES 4
+typedef struct {
+    V even, odd;
+} X;
+
+static inline V dot(V acc, W words, X x) {
+    acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), x.even, acc);
+    W high = _mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000));
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(high), x.odd, acc);
+}
+
+static inline X load_x(const char *from) {
+    return (X){_mm512_loadu_ps((const float *)from), _mm512_loadu_ps((const float *)from + LANES)};
+}
+
+static inline X broadcast_x(const char *from) {
+    return (X){_mm512_set1_ps(((const float *)from)[0]), _mm512_set1_ps(((const float *)from)[1])};
+}
+
+static void NAME(prepare_step)(const uint16_t *step, char *to) {
+    float *x = (float *)to;
+    for (int i = 0; i < LANES; i++) {
+        x[i] = bf16_to_float(step[2 * i]);
+        x[LANES + i] = bf16_to_float(step[2 * i + 1]);
+    }
+}
+
+static inline void NAME(prepare_pair)(const uint16_t *pair, char *to) {
+    ((float *)to)[0] = bf16_to_float(pair[0]);
+    ((float *)to)[1] = bf16_to_float(pair[1]);
+}
+
+static int NAME(supported)(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+#endif
+
+static inline W low_codes(W raw) { return _mm512_and_si512(raw, _mm512_set1_epi8(15)); }
+static inline W high_codes(W raw) { return low_codes(_mm512_srli_epi16(raw, 4)); }
+
+static inline W spread(W codes, int high) {
+    W exponent = _mm512_set1_epi8(0x43);
+    return high ? _mm512_unpackhi_epi8(codes, exponent) : _mm512_unpacklo_epi8(codes, exponent);
+}
+
+static inline V parameters(const uint8_t *at, int wide, int index) {
+    if (wide) return _mm512_loadu_ps((const float *)at + index * LANES);
+    __m256i narrow = _mm256_loadu_si256((const __m256i *)at + index);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+#define DENSE_CASES \
+    CASE(1, 1, 4) CASE(2, 2, 2) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1) CASE(6, 2, 1) CASE(7, 2, 1) CASE(8, 2, 1)
+#define INT4_CASES \
+    CASE(1, 1, 4) CASE(2, 1, 4) CASE(3, 1, 2) CASE(4, 1, 2) CASE(5, 1, 2) CASE(6, 1, 1) CASE(7, 1, 1) CASE(8, 1, 1)
+#include "products.h"
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#else
+static int never(void) { return 0; }
+const Isa ISA_SYMBOL = {.name = ISA_NAME, .supported = never};
+#endif

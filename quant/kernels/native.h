@@ -1,0 +1,81 @@
+/* What the module (module.c) and the instruction sets (scalar.c, avx2.c, ...) share.
+ *
+ * bf16 values travel as uint16_t. Rows are outputs of a linear layer unless said otherwise.
+ */
+#ifndef ADAPT_NATIVE_H
+#define ADAPT_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum {
+    TILE = 16,       /* rows of a 4-bit tile */
+    LINE = 64,       /* bytes of a tile that hold 8 inputs of its 16 rows */
+    LINE_INPUTS = 8,
+    BLOCK = 8,       /* rows of x that one pass over the weights serves */
+};
+
+/* One bf16 matrix [n, K], row-major, and where its product goes. */
+typedef struct {
+    const uint16_t *w;
+    const uint16_t *bias; /* [n] or NULL */
+    uint16_t *out;        /* [M, n] */
+    int64_t n;
+} Dense;
+
+/* One packed 4-bit matrix: tiles of 16 rows; a tile is a list of groups; a group is its parameters (16 scales, 16
+ * zeros: 64 bytes of bf16, or 128 bytes of fp32 when `wide`) and then group / 8 lines of codes. */
+typedef struct {
+    const uint8_t *data;
+    const uint16_t *bias; /* [n] or NULL */
+    uint16_t *out;        /* [M, n] */
+    int64_t n, groups, lines;
+    int wide;
+} Int4;
+
+/* An instruction set. `prepare_*` lay x [M, K] out for the products; each product serves rows [first, last) of the
+ * weights (a multiple of TILE for int4) for `rows` <= BLOCK rows of x from row m0 on. */
+typedef struct {
+    const char *name;
+    int (*supported)(void);
+    size_t (*dense_bytes)(int64_t M, int64_t K);
+    void (*dense_prepare)(const uint16_t *x, int64_t M, int64_t K, void *xs);
+    void (*dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t m0, int rows, int64_t first, int64_t last);
+    size_t (*int4_bytes)(int64_t M, int64_t K);
+    void (*int4_prepare)(const uint16_t *x, int64_t M, int64_t K, void *xs);
+    void (*int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first, int64_t last);
+} Isa;
+
+extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16;
+
+static inline float bf16_to_float(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+/* Round to nearest, ties to even; NaN stays NaN. Free of branches, so that a loop over rows becomes vector code. */
+static inline uint16_t float_to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/* sums [rows][count] of a block of x -> out [M, n], columns first .. first + count - 1. */
+static inline void store_rows(const float *sums, int64_t stride, int rows, int64_t count, const uint16_t *bias,
+                              uint16_t *out, int64_t n, int64_t m0, int64_t first) {
+    for (int m = 0; m < rows; m++) {
+        uint16_t *to = out + (m0 + m) * n + first;
+        const float *from = sums + m * stride;
+        if (bias) {
+            for (int64_t i = 0; i < count; i++) to[i] = float_to_bf16(from[i] + bf16_to_float(bias[first + i]));
+        } else {
+            for (int64_t i = 0; i < count; i++) to[i] = float_to_bf16(from[i]);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,258 @@
+"""Products of a few bf16 rows with bf16 or 4-bit weights on the CPU, from a small C module built at install time.
+
+The module is optional: without a compiler the package installs all the same, and `available()` is False. Knows no
+layers and no files; docs/kernels.md describes the arithmetic and the packed format.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+TILE = 16  # rows of a packed tile
+LINE_INPUTS = 8  # inputs of a packed line, for the 16 rows of its tile
+LONGEST_GROUP = 128  # longer groups are packed in parts, so that sums of 128 + q lose nothing in fp32
+CHECK_TOLERANCE = 0.02  # of the largest output; bf16 rounds to 0.004, a wrong lane is off by about 1
+
+max_rows = 16  # from here on torch's fp32 product of many rows is as fast
+
+
+@dataclass(frozen=True)
+class _Library:
+    dense: Callable[..., None]
+    int4: Callable[..., None]
+    team: int  # address of GOMP_parallel in the OpenMP runtime that torch uses, or 0
+    isas: dict[str, int]  # instruction sets that this processor has and that passed the check, best first
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    """A 4-bit matrix in tiles of 16 rows; see docs/kernels.md."""
+
+    data: Tensor  # uint8, one dimension
+    out_features: int
+    in_features: int
+    groups: int  # as packed: groups longer than 128 are split
+    wide: bool  # scales and zeros in fp32, because bf16 would round them
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return self.data.nbytes
+
+
+def available() -> bool:
+    """Whether the products can be used."""
+    return not isinstance(_load(), str)
+
+
+def why_not() -> str:
+    """Why `available()` is False, in words; empty when it is True."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those that work on this processor, best first; the first one is used."""
+    found = _load()
+    return () if isinstance(found, str) else tuple(found.isas)
+
+
+def bf16_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, threads: int | None = None, isa: str | None = None
+) -> Tensor:
+    """x [M, K] @ w [N, K].T (+ bias [N]) -> [M, N], all bf16 and contiguous; sums in fp32.
+
+    Any M works; beyond `max_rows` other products are faster. Raises ValueError for other shapes, dtypes or devices,
+    and RuntimeError where `available()` is False.
+    """
+    return bf16_matmuls(x, [w], [bias], threads=threads, isa=isa)[0]
+
+
+def bf16_matmuls(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> list[Tensor]:
+    """`bf16_matmul` of one x with up to eight matrices in one call, which costs less than one call for each."""
+    library = _library()
+    biases = [None] * len(weights) if biases is None else biases
+    return _dense(library, _isa(library, isa), threads or torch.get_num_threads(), x, weights, biases)
+
+
+def _dense(
+    library: _Library, isa: int, threads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    M, K = _rows(x)
+    outs = [torch.empty(M, w.shape[0], dtype=torch.bfloat16) for w in weights]
+    parts = []
+    for w, out, bias in zip(weights, outs, biases, strict=True):
+        if w.dtype is not torch.bfloat16 or not w.is_contiguous() or w.shape[1] != K or not w.is_cpu:
+            raise ValueError("the weight must be a contiguous bf16 [N, K] on the CPU with the K of x")
+        parts += [w.data_ptr(), w.shape[0], out.data_ptr(), _bias(bias, w.shape[0])]
+    library.dense(library.team, threads, isa, x.data_ptr(), M, K, *parts)
+    return outs
+
+
+def int4_matmul(
+    x: Tensor, packed: PackedInt4, bias: Tensor | None = None, *, threads: int | None = None, isa: str | None = None
+) -> Tensor:
+    """x [M, K] @ W.T (+ bias [N]) -> [M, N] in bf16, with the 4-bit W [N, K] of `pack_int4`; errors as `bf16_matmul`."""
+    library = _library()
+    return _int4(library, _isa(library, isa), threads or torch.get_num_threads(), x, packed, bias)
+
+
+def _int4(library: _Library, isa: int, threads: int, x: Tensor, packed: PackedInt4, bias: Tensor | None) -> Tensor:
+    M, K = _rows(x)
+    if packed.in_features != K:
+        raise ValueError(f"x has {K} columns, the packed matrix {packed.in_features}")
+    out = torch.empty(M, packed.out_features, dtype=torch.bfloat16)
+    library.int4(
+        *(library.team, threads, isa, x.data_ptr(), M, K),
+        *(packed.data.data_ptr(), packed.out_features, out.data_ptr(), _bias(bias, packed.out_features)),
+        *(packed.groups, packed.wide),
+    )
+    return out
+
+
+def can_pack(K: int, group_size: int) -> bool:
+    """Whether a matrix with K inputs in such groups can be packed: both multiples of 8."""
+    return group_size > 0 and group_size % LINE_INPUTS == 0 and K % group_size == 0
+
+
+def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> PackedInt4:
+    """codes [N, K] uint8 0..15, scales and zeros [N, K / group_size]: W = (codes - zeros) * scales, nothing rounded.
+
+    A group size of -1 is one group per row. Raises ValueError where `can_pack` is False or the shapes do not fit.
+    """
+    N, K = codes.shape
+    group_size = K if group_size == -1 else group_size
+    if not can_pack(K, group_size):
+        raise ValueError(f"{K} inputs in groups of {group_size} cannot be packed: multiples of {LINE_INPUTS} only")
+    if scales.shape != (N, K // group_size) or zeros.shape != scales.shape:
+        raise ValueError("scales and zeros must be [N, K / group_size]")
+    part = max(size for size in range(LINE_INPUTS, LONGEST_GROUP + 1, LINE_INPUTS) if group_size % size == 0)
+    tiles, groups = -(-N // TILE), K // part
+    wide = not (_exact_in_bf16(scales) and _exact_in_bf16(zeros))
+    heads = [_head(values, group_size // part, tiles, wide=wide) for values in (scales, zeros)]
+    data = torch.cat([*heads, _lines(codes, tiles, groups)], dim=2)
+    return PackedInt4(data.flatten(), N, K, groups, wide)
+
+
+def _lines(codes: Tensor, tiles: int, groups: int) -> Tensor:
+    """Codes as bytes [tiles, groups, lines * 64]: see the picture in docs/kernels.md."""
+    N, K = codes.shape
+    padded = torch.zeros(tiles * TILE, K, dtype=torch.uint8)
+    padded[:N] = codes
+    # rows: tile, quad, row; inputs: group, line, nibble, half, parity
+    view = padded.view(tiles, 4, 4, groups, K // groups // LINE_INPUTS, 2, 2, 2)
+    low, high = (view.select(5, nibble).permute(0, 3, 4, 1, 5, 2, 6) for nibble in (0, 1))
+    return (low | (high << 4)).reshape(tiles, groups, -1)
+
+
+def _head(values: Tensor, parts: int, tiles: int, *, wide: bool) -> Tensor:
+    """One parameter [N, G] as bytes [tiles, G * parts, 16 * 2 or 4]; the rows of padding get zeros."""
+    padded = torch.zeros(tiles * TILE, values.shape[1], dtype=torch.float32 if wide else torch.bfloat16)
+    padded[: values.shape[0]] = values
+    by_group = padded.repeat_interleave(parts, dim=1).view(tiles, TILE, -1).transpose(1, 2).contiguous()
+    return by_group.view(torch.uint8)
+
+
+def _exact_in_bf16(values: Tensor) -> bool:
+    return torch.equal(values.float(), values.bfloat16().float())
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    if x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError("x must be a contiguous bf16 [M, K] on the CPU")
+    M, K = x.shape
+    return M, K
+
+
+def _bias(bias: Tensor | None, N: int) -> int:
+    if bias is None:
+        return 0
+    if bias.dtype is not torch.bfloat16 or bias.shape != (N,) or not bias.is_contiguous() or not bias.is_cpu:
+        raise ValueError("the bias must be a contiguous bf16 [N] on the CPU")
+    return bias.data_ptr()
+
+
+def _library() -> _Library:
+    found = _load()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def _isa(library: _Library, name: str | None) -> int:
+    if name is None:
+        return next(iter(library.isas.values()))
+    if name not in library.isas:
+        raise ValueError(f"instruction set {name} is not usable here")
+    return library.isas[name]
+
+
+@cache
+def _load() -> _Library | str:
+    """The library, or why there is none."""
+    if sys.byteorder != "little":
+        return "the packed formats are little-endian and this machine is not"
+    try:
+        module = import_module("._native", __package__)
+    except ImportError as error:
+        return f"the C module was not built (no C compiler at installation?): {error}"
+    isas = {name: index for index, name in enumerate(module.names()) if name is not None}
+    team = _torch_team()
+    good = {n: i for n, i in isas.items() if n == "scalar" or _agrees(module, i, isas["scalar"])}
+    return _Library(module.dense, module.int4, team, good)
+
+
+def _torch_team() -> int:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; 0 (one thread) when it cannot be found."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return 0
+    lib = Path(torch.__file__).parent
+    names = ("libgomp*", "libiomp5*", "libomp*")
+    bundled = [str(p) for folder in (lib / "lib", lib.parent / "torch.libs") for n in names for p in folder.glob(n)]
+    for path in [*bundled, "libgomp.so.1", "libiomp5.so", "libomp.so"]:
+        try:
+            function = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0
+
+
+def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:
+    """Whether an instruction set gives what plain C gives, on small matrices and every number of rows at once."""
+    generator = torch.Generator().manual_seed(7)
+    N, K, group = 37, 200, 40
+    w = torch.randn(N, K, generator=generator).bfloat16()
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(N, K // group, generator=generator).bfloat16().float() + 0.125
+    packs = [pack_int4(codes, scales, scales * factor, group) for factor in (8.0, 8.1)]
+    for M in range(1, 9):
+        x = torch.randn(M, K, generator=generator).bfloat16()
+        for matrix in (w, *packs):
+            expected, got = _check_product(module, scalar, x, matrix), _check_product(module, isa, x, matrix)
+            if not (got - expected).abs().max() <= CHECK_TOLERANCE * expected.abs().max():
+                return False
+    return True
+
+
+def _check_product(module: ModuleType, isa: int, x: Tensor, matrix: Tensor | PackedInt4) -> Tensor:
+    library = _Library(module.dense, module.int4, 0, {"checked": isa})
+    if isinstance(matrix, PackedInt4):
+        return _int4(library, isa, 1, x, matrix, None).float()
+    return _dense(library, isa, 1, x, [matrix], [None])[0].float()
