@@ -4,17 +4,20 @@ Every function is differentiable and writes nothing in place. Knows no layers an
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from .step import View
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+    {"silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
 )
+
+CAPPED_ROWS = 256  # of scores in memory at a time, where there is no fused kernel
 
 
 class RMSNorm:
@@ -28,11 +31,11 @@ class RMSNorm:
         self._factor = 1.0 + weight.float() if offset and not weight.requires_grad else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
+        """Normalise over the last dimension of x [..., D]."""
         if not self._offset:
-            return F.rms_norm(x, self._shape, self._factor, self._eps)
+            return rms_norm(x, self._shape, self._factor, self._eps)
         factor = 1.0 + self.weight.float() if self.weight.requires_grad else self._factor
-        return F.rms_norm(x.float(), self._shape, factor, self._eps).to(x.dtype)
+        return rms_norm(x.float(), self._shape, factor, self._eps).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,23 +55,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float, softcap
     """
     batch, heads, rows, width = q.shape
     kv_heads = k.shape[1]
-    if softcap is None and not view.folded:
+    if softcap is not None:
+        out = _capped(q, k, v, view, scale=scale, softcap=softcap)
+        return out.transpose(1, 2).reshape(batch, rows, heads * width)
+    if not view.folded:
         grouped = heads != kv_heads
-        out = F.scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             q, k, v, attn_mask=view.mask, is_causal=view.causal, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).reshape(batch, rows, heads * width)
     stacked = q.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-    if softcap is None:
-        out = F.scaled_dot_product_attention(stacked, k, v, attn_mask=view.mask, scale=scale)
-    else:
-        out = _capped(stacked, k, v, view, scale / softcap, softcap)
+    out = scaled_dot_product_attention(stacked, k, v, attn_mask=view.mask, scale=scale)
     return out.view(batch, heads, rows, width).transpose(1, 2).reshape(batch, rows, heads * width)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, view: View, scale: float, softcap: float) -> Tensor:
-    """Gemma 2: scores pass through softcap * tanh(score / softcap) before the mask."""
-    scores = softcap * torch.tanh((q.float() * scale) @ k.float().transpose(2, 3))
-    if view.mask is not None:
-        scores = scores + view.mask
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+def _capped(q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float, softcap: float) -> Tensor:
+    """Gemma 2: scores pass through softcap * tanh(score / softcap) before the mask; as matrices, some rows at a time."""
+    batch, heads, rows, width = q.shape
+    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], rows, width).float() * (scale / softcap)
+    keys, values = k.float().unsqueeze(2).transpose(-1, -2), v.float().unsqueeze(2)
+    parts: list[Tensor] = []
+    for start in range(0, rows, CAPPED_ROWS):
+        scores = softcap * torch.tanh(grouped[..., start : start + CAPPED_ROWS, :] @ keys)
+        if view.mask is not None:
+            scores = scores + view.mask[..., start : start + CAPPED_ROWS, :].unsqueeze(-3)
+        parts.append(scores.softmax(-1) @ values)
+    return torch.cat(parts, -2).view(batch, heads, rows, width).to(q.dtype)

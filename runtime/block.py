@@ -23,7 +23,7 @@ class Projection(Protocol):
     """Several products of one input: query, key, value, or gate and up."""
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """x [..., K] -> one tensor [..., N_i] per product."""
+        """One tensor [..., N_i] per product of x [..., K]."""
         ...
 
 
@@ -89,7 +89,7 @@ class Block:
         self._activation: Callable[[Tensor], Tensor] = ACTIVATIONS[arch.activation]
 
     def __call__(self, h: Tensor, step: "Step", kv: KVStore) -> Tensor:
-        """h [B, S, hidden] -> [B, S, hidden], of the same dtype. Keys and values go to and come from `kv`."""
+        """Map h [B, S, hidden] to the same shape and dtype. Keys and values go to and come from `kv`."""
         norms = self.norms
         mixed = self._attention(norms.before_attention(h), step, kv)
         h = h + (mixed if norms.after_attention is None else norms.after_attention(mixed))

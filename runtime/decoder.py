@@ -7,8 +7,8 @@ remembered belongs to the KV store. Dense generation, exits and training all run
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import embedding as look_up
 
 from ..quant.linear import DenseLinear, Linear
 from .architecture import Architecture, block_prefix
@@ -17,9 +17,9 @@ from .block import Block, Fused, Norms, Projection, Separate
 from .cache import KVCache, KVStore
 from .rope import Rotary
 from .step import Step, chunk_counts
-from .store import TensorStore
+from .store import EMBEDDING, HEAD, TensorStore, is_tied
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
 
 
 class Decoder:
@@ -63,7 +63,7 @@ class Decoder:
         """Prepare a pass of ids [B, S] behind what `cache` holds; without a cache, from position 0.
 
         `counts` gives the valid tokens of each row where rows are padded on the right. `layers` are the blocks that
-        will run when those lag behind others. Raises UsageError when the cache is too small for it, RotationChangedError
+        will run when those lag behind others. Raises UsageError when the cache is too small, RotationChangedError
         when longrope's frequencies change at this length: cut the cache to 0 and run the whole sequence again.
         """
         rows = chunk_counts(ids, counts)
@@ -79,7 +79,7 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Ids [B, S] -> [B, S, hidden]."""
-        h = F.embedding(ids, self.embedding)
+        h = look_up(ids, self.embedding)
         return h if self._scale is None else h * self._scale
 
     def run(self, h: Tensor, step: Step, kv: KVStore, blocks: Iterable[Block] | None = None) -> Tensor:
@@ -170,6 +170,6 @@ def load_frame(
 ) -> Decoder:
     """A decoder of these blocks with the store's embedding, final norm and head."""
     embedding = store.read(EMBEDDING).to(device, dtype)
-    head = embedding if arch.tied else store.read(HEAD).to(device, dtype)
+    head = embedding if is_tied(store, tied=arch.tied) else store.read(HEAD).to(device, dtype)
     norm = RMSNorm(store.read(FINAL_NORM).to(device, dtype), arch.norm_eps, offset=arch.norm_offset)
     return Decoder(arch, embedding=embedding, blocks=blocks, final_norm=norm, head=DenseLinear(head))

@@ -191,7 +191,7 @@ def _kv_heads(config: Config, heads: int) -> int:
     return kv_heads
 
 
-def _switch(config: Config, decided_by: bool | str) -> bool:  # noqa: FBT001 - the table's two forms
+def _switch(config: Config, decided_by: bool | str) -> bool:
     return bool(config.get(decided_by, False)) if isinstance(decided_by, str) else decided_by
 
 

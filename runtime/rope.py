@@ -52,7 +52,7 @@ class RopeSpec:
     def from_parameters(
         cls, parameters: Mapping[str, Any], *, theta: float, rotary_dim: int, max_positions: int
     ) -> "RopeSpec":
-        """Read `rope_parameters` (transformers 5) or `rope_scaling` (4); raise when the kind is unknown or incomplete."""
+        """Read `rope_parameters` (transformers 5) or `rope_scaling` (4); raise when unknown or incomplete."""
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind not in REQUIRED:
             raise UnsupportedError(f"RoPE scaling {kind!r} is not supported", f"Known: {', '.join(REQUIRED)}.")
@@ -61,7 +61,7 @@ class RopeSpec:
             if key not in given:
                 raise FormatError(f"config.json asks for RoPE scaling {kind!r} without {key!r}", "Download it again.")
         names = {field.name for field in fields(cls)} - {"kind", "theta", "rotary_dim", "max_positions", "original_max"}
-        scaling = {
+        scaling: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in names
         }
         original = given.get("original_max_position_embeddings", max_positions)

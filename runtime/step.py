@@ -62,6 +62,7 @@ class Step:
         switching = [rotary.spec for rotary in rotaries if rotary.spec.kind == "longrope"]
         # Per row, which frequencies its keys get; empty for models whose frequencies never switch.
         self.regimes = tuple(tuple(spec.regime(end) for spec in switching) for end in self.ends) if switching else ()
+        self._capped = arch.attention_softcap is not None
         self._group = arch.num_heads // arch.num_kv_heads
         self._rotaries = rotaries
         self.views = tuple(self._view(kind) for kind in arch.kinds)
@@ -90,7 +91,7 @@ class Step:
     def _view(self, kind: LayerSpec) -> View:
         cos, sin = self._rotation(kind.rope)
         first = 0 if kind.window is None else max(0, min(self.starts) + 1 - kind.window)
-        folded = self.width <= FOLDED_ROWS
+        folded = self.width <= FOLDED_ROWS and not self._capped
         mask, causal = self._mask(kind.window, first, folded=folded)
         return View(cos, sin, mask, causal, folded, first)
 
@@ -105,7 +106,8 @@ class Step:
     def _mask(self, window: int | None, first: int, *, folded: bool) -> tuple[Tensor | None, bool]:
         if self.uniform and self.width == 1:
             return None, False
-        if self.uniform and self.start == 0 and not folded and (window is None or window >= self.width):
+        plain = self.uniform and self.start == 0 and (window is None or window >= self.width)
+        if plain and not folded and not self._capped:
             return None, True
         positions = (self.positions[:1] if self.uniform else self.positions)[:, :, None]
         keys = torch.arange(first, self.end)

@@ -1,56 +1,32 @@
 """Named tensors on disk: safetensors folders, memory-mapped, one tensor at a time.
 
-Reads the headers itself, to say exactly what is wrong with a damaged folder. Knows no models.
+Says exactly what is wrong with an incomplete folder. Knows no models.
 """
 
 import json
-import mmap
-import struct
-import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from .safetensors_file import DTYPES, SafetensorsFile, TensorInfo, read_header
 
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-LFS_MARK = b"version https://git-lfs"
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor as stored."""
-        return prod(self.shape) * self.dtype.itemsize
+__all__ = [
+    "DTYPES",
+    "RenamedStore",
+    "SafetensorsFile",
+    "ShardedStore",
+    "TensorInfo",
+    "TensorStore",
+    "check_tensors",
+    "is_tied",
+    "open_files",
+    "open_safetensors",
+    "read_header",
+    "text_backbone",
+]
 
 
 class TensorStore(Protocol):
@@ -68,35 +44,9 @@ class TensorStore(Protocol):
         """The tensor. It may share a read-only mapping of the file: do not write to it."""
         ...
 
-
-class SafetensorsFile:
-    """One .safetensors file, mapped into memory when its first tensor is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._start, header = read_header(path)
-        self._entries = {name: _entry(path, name, item) for name, item in header.items() if name != "__metadata__"}
-        self._map: mmap.mmap | None = None
-        self._bytes: Tensor | None = None
-        _check_extent(path, self._start, max((stop for _, _, stop in self._entries.values()), default=0))
-
-    def names(self) -> Collection[str]:
-        """See `TensorStore.names`."""
-        return self._entries.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        """See `TensorStore.info`."""
-        return self._entries[name][0]
-
-    def read(self, name: str) -> Tensor:
-        """See `TensorStore.read`."""
-        info, begin, stop = self._entries[name]
-        if self._bytes is None:
-            self._map, self._bytes = _map(self._path)
-        raw = self._bytes[self._start + begin : self._start + stop]
-        if raw.data_ptr() % info.dtype.itemsize:
-            raw = raw.clone()  # the format aligns tensors, some writers do not
-        return raw.view(info.dtype).view(info.shape)
+    def release(self, name: str) -> None:
+        """The tensor is not needed for now: its pages may leave memory. What was read stays valid."""
+        ...
 
 
 class ShardedStore:
@@ -117,6 +67,10 @@ class ShardedStore:
         """See `TensorStore.read`."""
         return self._files[name].read(name)
 
+    def release(self, name: str) -> None:
+        """See `TensorStore.release`."""
+        self._files[name].release(name)
+
 
 class RenamedStore:
     """Some of another store's tensors under other names: `renamed` maps the new name to the stored one."""
@@ -136,6 +90,10 @@ class RenamedStore:
     def read(self, name: str) -> Tensor:
         """See `TensorStore.read`."""
         return self._store.read(self._renamed[name])
+
+    def release(self, name: str) -> None:
+        """See `TensorStore.release`."""
+        self._store.release(self._renamed[name])
 
 
 def open_safetensors(folder: Path) -> TensorStore:
@@ -166,61 +124,6 @@ def open_files(paths: Collection[Path]) -> TensorStore:
                 raise FormatError(f"{name} is in {origin[name]} and again in {path.name}", "Remove the stale file.")
             files[name], origin[name] = file, path.name
     return ShardedStore(files)
-
-
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a .safetensors file starts, and its header. Raises FormatError naming what is wrong."""
-    remedy = "Download it again."
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        if (head + file.read(len(LFS_MARK) - 8)).startswith(LFS_MARK):
-            raise FormatError(f"{path.name} is a git-lfs pointer, not the weights", "Run `git lfs pull` in its folder.")
-        if len(head) < 8:
-            raise FormatError(f"{path.name} has {size} bytes, too few for a safetensors file", remedy)
-        length = struct.unpack("<Q", head)[0]
-        if length > MAX_HEADER:
-            raise FormatError(f"{path.name} is no safetensors file: it claims a header of {length} bytes", remedy)
-        if 8 + length > size:
-            raise FormatError(f"{path.name} is cut short: {size} bytes, the header alone needs {8 + length}", remedy)
-        file.seek(8)
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"{path.name} is no safetensors file: its header is not JSON", remedy) from error
-    if not isinstance(header, dict):
-        raise FormatError(f"{path.name} is no safetensors file: its header is not a table", remedy)
-    return 8 + length, header
-
-
-def _map(path: Path) -> tuple[mmap.mmap, Tensor]:
-    """The file as bytes. A read-only mapping: a private one counts as memory, and files may be larger than memory."""
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that writing to it is undefined
-        return mapped, torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def _entry(path: Path, name: str, item: Any) -> tuple[TensorInfo, int, int]:  # noqa: ANN401 - JSON from outside
-    try:
-        dtype, shape, (begin, stop) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-        info = TensorInfo(shape, DTYPES[dtype])
-        sound = 0 <= begin and stop - begin == info.nbytes
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path.name} describes {name} in a way this program cannot read", str(error)) from error
-    if not sound:
-        raise FormatError(f"{path.name} gives {name} {stop - begin} bytes, its shape needs {info.nbytes}")
-    return info, begin, stop
-
-
-def _check_extent(path: Path, start: int, end: int) -> None:
-    size = path.stat().st_size
-    if size < start + end:
-        raise FormatError(
-            f"{path.name} is cut short: {size} bytes, its header says {start + end}", "Download it again."
-        )
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -265,3 +168,73 @@ def _check_complete(paths: Collection[Path]) -> None:
     expected = {int(path.stem.rsplit("-of-", 1)[1]) for path in paths if path.stem.rsplit("-of-", 1)[1].isdigit()}
     if expected != {len(paths)}:
         raise FormatError(f"{len(paths)} shards, their names say {max(expected, default=0)}", "Download the rest.")
+
+
+# What older exporters stored beside the weights and nothing reads: rotation tables, masks, scales of a quantised cache.
+HARMLESS = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".self_attn.k_scale",
+    ".self_attn.v_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SHOWN = 4  # names in a message; the rest is counted
+
+
+def check_tensors(store: TensorStore, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> list[str]:
+    """Raise FormatError when a tensor is missing, left over, or misshapen, naming the first few.
+
+    `expected` is `Architecture.tensors()`. The tensors, not the config's `tied`, decide whether there is a head of its
+    own (see `is_tied`). Returns what the user should know, one sentence each.
+    """
+    names = {name for name in store.names() if not name.endswith(HARMLESS)}
+    allowed = dict(expected)
+    if EMBEDDING in expected:
+        allowed[HEAD] = expected[EMBEDDING]
+    problems = [
+        ("The model lacks", sorted(expected.keys() - names - {HEAD})),
+        ("The model has tensors that its config does not explain:", sorted(names - allowed.keys())),
+        ("The config and the tensors disagree about", _misshapen(store, allowed, names)),
+    ]
+    for what, found in problems:
+        if found:
+            rest = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise FormatError(
+                f"{what} {', '.join(found[:SHOWN])}{rest}", "Download the model again, or check its config.json."
+            )
+    if HEAD in expected and HEAD not in names and not tied:
+        return ["config.json asks for a head of its own, there is no lm_head.weight: the embedding serves as head."]
+    return []
+
+
+def _misshapen(store: TensorStore, expected: Mapping[str, tuple[int, ...]], names: Collection[str]) -> list[str]:
+    shapes = {name: store.info(name).shape for name in sorted(expected.keys() & names)}
+    return [
+        f"{name} {list(shape)}, not {list(expected[name])}" for name, shape in shapes.items() if shape != expected[name]
+    ]
+
+
+def is_tied(store: TensorStore, *, tied: bool) -> bool:
+    """Whether the head is the embedding. The tensors decide, since configs in the wild are wrong at times.
+
+    No lm_head: tied. An lm_head although the config says `tied`: tied only where it holds the same numbers.
+    """
+    if HEAD not in store.names():
+        return True
+    if not tied:
+        return False
+    return store.info(HEAD) == store.info(EMBEDDING) and bool(store.read(HEAD).equal(store.read(EMBEDDING)))
+
+
+def text_backbone(store: TensorStore) -> TensorStore:
+    """The decoder of a model with other towers under its plain names; any other store as it is."""
+    names = store.names()
+    for prefix, stem in (("language_model.model.", "model."), ("model.language_model.", "model.")):
+        renamed = {stem + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+        if renamed:
+            head = next((name for name in (HEAD, f"language_model.{HEAD}") if name in names), None)
+            return RenamedStore(store, renamed if head is None else {**renamed, HEAD: head})
+    return store
