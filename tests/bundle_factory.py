@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+
 from adapt_llm.convert.backbone import plan_backbone
 from adapt_llm.convert.workspace import Workspace
 from adapt_llm.convert.writer import place_backbone, place_river, place_text_files, seal, write_piece
@@ -15,7 +17,6 @@ from adapt_llm.runtime.manifest import Base, Manifest, Quality
 from adapt_llm.runtime.methods import River, TauPoint
 from adapt_llm.runtime.progress import Reporter, SilentReporter
 from adapt_llm.runtime.store import open_safetensors
-from safetensors.torch import save_file
 
 GROUP = 32
 SHA = "0" * 64

@@ -1,7 +1,6 @@
 """Opening a bundle, and saying what a folder is when it is none."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from adapt_llm.errors import AccessError, FormatError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.store import open_safetensors
@@ -34,7 +34,7 @@ def test_stores_give_the_tensors(factory: ModuleType, built: Path, source: Path)
 
 
 def test_a_plain_model_is_told_apart(source: Path) -> None:
-    with pytest.raises(UsageError, match="Hugging Face model, not a bundle.*adapt convert"):
+    with pytest.raises(UsageError, match=r"Hugging Face model, not a bundle.*adapt convert"):
         Bundle.open(source)
 
 
@@ -48,7 +48,7 @@ def test_other_things_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_missing_or_short_file_is_named(copy: Path) -> None:
     (copy / "river-00001-of-00001.safetensors").write_bytes(b"short")
-    with pytest.raises(FormatError, match="river-00001-of-00001.safetensors has 5 bytes"):
+    with pytest.raises(FormatError, match=r"river-00001-of-00001.safetensors has 5 bytes"):
         Bundle.open(copy)
     (copy / "tokenizer.json").unlink()
     (copy / "river-00001-of-00001.safetensors").unlink()
@@ -84,7 +84,7 @@ def test_a_link_shares_the_file(factory: ModuleType, source: Path, tmp_path: Pat
     mine = shutil.copytree(source, tmp_path / "mine")
     out = factory.bundle(mine, tmp_path / "out", mode="link")
     name = "model-00001-of-00002.safetensors"
-    assert os.path.samefile(mine / name, out / name)
+    assert (mine / name).samefile(out / name)
     assert Bundle.open(out).manifest.backbone.mode == "link"
 
 

@@ -1,10 +1,12 @@
 """inspect's data: stable keys, sizes that add up, and the paper's memory table."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from adapt_llm.errors import UsageError
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.bundle import Bundle
@@ -70,7 +72,7 @@ def test_less_is_resident_when_fewer_blocks_are(factory: ModuleType) -> None:
     river = factory.river_settings(arch)
     totals = [resident_memory(arch, river, count).total for count in (1, 2, 3, 4)]
     assert totals == sorted(totals)
-    assert all(low < high for low, high in zip(totals, totals[1:], strict=False))
+    assert all(low < high for low, high in itertools.pairwise(totals))
     saved = totals[3] - totals[2]
     matrices = sum(N * K for N, K in arch.block_matrices(0).values())
     assert saved == 2 * matrices  # norms and biases stay: the exit layer uses them

@@ -4,14 +4,15 @@ import json
 from types import ModuleType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from adapt_llm.errors import FormatError, UnsupportedError
 from adapt_llm.runtime import manifest as m
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.methods import METHODS, River
 from adapt_llm.runtime.progress import SilentReporter
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import ValidationError
 
 
 class Warnings(SilentReporter):

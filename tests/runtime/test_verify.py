@@ -8,13 +8,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from adapt_llm.convert.writer import hash_file
 from adapt_llm.errors import UsageError
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.verify import Verdict, river_tensors, verify
-from safetensors.torch import load_file, save_file
 
 RIVER = "river-00001-of-00001.safetensors"
 QUIET = SilentReporter()
