@@ -59,10 +59,18 @@ class PromptCache:
     Invariant between passes: the cache holds exactly `ids`. The last token of a stream is chosen but not passed
     through the model, so it is not among them; a continuation prefills it with what follows. A pass that was
     interrupted leaves `ids` as before it, and the next `reuse` cuts off what it had written.
+
+    Args:
+        model: makes the cache.
+        context_size: tokens at most.
+        whole: a cache that cannot grow in place is made for the whole context at once, so that it lasts for a
+            conversation; otherwise for one prompt and its answer.
+
     """
 
-    def __init__(self, model: Model, context_size: int) -> None:
+    def __init__(self, model: Model, context_size: int, *, whole: bool = False) -> None:
         self._model = model
+        self._whole = whole
         self.context_size = context_size
         self.ids: list[int] = []
         self.kv: KVCache | None = None
@@ -78,8 +86,9 @@ class PromptCache:
                 self.capacity = self._rounded(max(length, 2 * self.capacity))
                 self.kv.grow(self.capacity)
             return self.kv
-        needed = max(length, eventually)
+        needed = self.context_size if self._whole else max(length, eventually)
         if self.kv is None or needed > self.capacity:
+            needed = max(needed, 2 * self.capacity)
             self.kv, self.ids = None, []  # free the old one before the new one is made
             self.kv = self._new(length, needed)
         return self.kv

@@ -204,6 +204,11 @@ class Template:
             ) from error
 
 
+def has_template(folder: Path) -> bool:
+    """Whether the folder's model comes with a chat template. Raises FormatError where a file is damaged."""
+    return bool(_own_templates(folder))
+
+
 def _own_templates(folder: Path) -> dict[str, str]:
     """Templates by name; the file is preferred to the configuration's, as transformers does."""
     templates: dict[str, str] = {}

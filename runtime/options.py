@@ -1,0 +1,48 @@
+"""How a bundle is to be run, as data. Imports no tensors, so that a command line can build it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import UsageError
+
+
+Offload = Literal["drop", "stream"]
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What holds for as long as a bundle is open. None = decided from the bundle and the machine.
+
+    Raises:
+        UsageError: a value that no machine and no bundle could satisfy.
+
+    """
+
+    device: str = "auto"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    threads: int | None = None
+    ctx_size: int | None = None
+    """Tokens of prompt and answer together."""
+    prefill: Literal["exit", "dense"] = "exit"
+    """Prompts leave at one depth by the exit rule, or run through the whole backbone."""
+    tau: float | None = None
+    """Exit threshold, instead of the bundle's."""
+    resident: int | None = None
+    """Backbone blocks that are loaded at all."""
+    offload: Offload = "drop"
+    """What becomes of the other blocks: never run, or streamed from host memory (GPU)."""
+    gpu_memory: str | None = None
+    """Device memory to fill with backbone blocks: "auto", "8GiB", "90%"."""
+    chat_template: str | None = None
+    """A file, or a name; instead of the model's own."""
+    cache_dir: Path | None = None
+    """Hub cache, for bundles that only refer to their backbone."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "ctx_size", "resident"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}", "It must be 1 or more.")
+        if self.tau is not None and not -1 <= self.tau <= 1:
+            raise UsageError(f"tau is {self.tau}", "It is a cosine, between -1 and 1.")

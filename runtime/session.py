@@ -1,0 +1,159 @@
+"""An opened bundle, ready to answer: model, tokenizer, template and limits in one place.
+
+The only module that knows them all; it computes nothing itself. Knows no terminal.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ..errors import UsageError
+from .bundle import Bundle
+from .conversation import ChatParts, Conversation, GenerationOptions
+from .generate import Model, PromptCache
+from .options import SessionOptions
+from .progress import Reporter, SilentReporter
+from .stream import TokenStream
+from .template import Message, Template, has_template
+from .text import Tokenizer
+
+CONTEXT = 4096
+"""Tokens that a conversation may hold unless `ctx_size` says otherwise."""
+
+_ROOM = 1024
+
+
+class Session:
+    """Completes prompts and holds conversations with one model.
+
+    Args:
+        folder: where the template lies.
+        tokenizer: the folder's.
+        model: what to run.
+        max_positions: tokens that the model's positions reach.
+        options: as the bundle was opened.
+
+    Raises:
+        UsageError: `ctx_size` beyond what the model's positions reach.
+
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, model: Model, max_positions: int, options: SessionOptions
+    ) -> None:
+        if options.ctx_size is not None and options.ctx_size > max_positions:
+            raise UsageError(
+                f"ctx_size is {options.ctx_size}; the model's positions reach {max_positions}",
+                f"Give --ctx-size {max_positions} or less.",
+            )
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.model = model
+        self.max_positions = max_positions
+        self.options = options
+
+    @cached_property
+    def template(self) -> Template:
+        """The chat template asked for, or the model's own.
+
+        Raises:
+            AdaptError: a base model without one.
+            UsageError: there is none of that name.
+            FormatError: it is damaged.
+
+        """
+        return Template.from_folder(
+            self.folder,
+            self.options.chat_template,
+            special_tokens=self.tokenizer.special_tokens,
+            adds_bos=self.tokenizer.adds_bos,
+        )
+
+    @property
+    def converses(self) -> bool:
+        """Whether there is a chat template; without, a prompt is text to continue."""
+        return self.options.chat_template is not None or has_template(self.folder)
+
+    def complete(
+        self,
+        prompt: str | Sequence[Message],
+        options: GenerationOptions,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> TokenStream:
+        """Answer one prompt, independently of all others.
+
+        Args:
+            prompt: what the user says, or a whole conversation. With `raw`, or for a model without a chat template,
+                text to continue.
+            options: how to answer.
+            system: put before the prompt as the system message.
+            raw: use no template.
+            cancelled: see `generate`.
+
+        Raises:
+            UsageError: an empty prompt; messages or a system text where no template is used.
+            AdaptError: the prompt does not fit, or the template refuses it.
+
+        """
+        if isinstance(prompt, str) and (raw or not self.converses):
+            if system is not None:
+                raise UsageError("A system text needs a chat template", "Put it into the prompt, or drop --raw.")
+            messages, template = [{"role": "user", "content": prompt}], None
+        else:
+            if raw:
+                raise UsageError("Messages need a chat template", "Give a plain prompt, or drop --raw.")
+            messages, template = _as_messages(prompt, system), self.template
+        parts = self._parts(template, self.max_positions)
+        ids = parts.encode(messages, options)
+        cache = PromptCache(self.model, self._context(len(ids), options.max_tokens))
+        return parts.generate(ids, options, cache, cancelled)
+
+    def chat(self, system: str | None = None, *, raw: bool = False) -> Conversation:
+        """Begin a conversation; with `raw`, plain completion of a growing text.
+
+        Raises:
+            AdaptError: a base model without a chat template, and not `raw`.
+
+        """
+        context_size = self.options.ctx_size or min(CONTEXT, self.max_positions)
+        return Conversation(self._parts(None if raw else self.template, context_size), system)
+
+    def _parts(self, template: Template | None, context_size: int) -> ChatParts:
+        return ChatParts(self.model, self.tokenizer, template, context_size)
+
+    def _context(self, prompt: int, max_tokens: int | None) -> int:
+        """Tokens that a single prompt and its answer may have: as long as asked for, where the model can."""
+        wanted = prompt + (_ROOM if max_tokens is None else max_tokens)
+        return self.options.ctx_size or min(self.max_positions, max(CONTEXT, wanted))
+
+
+def open_session(path: Path, options: SessionOptions, *, reporter: Reporter | None = None) -> Session:
+    """Open a bundle and load its model.
+
+    Raises:
+        AdaptError: see `Bundle.open`, `load_river` and `Session`.
+
+    """
+    from .loading import load_river  # noqa: PLC0415 - tests and other models do without it
+
+    reporter = reporter or SilentReporter()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
+    tokenizer = Tokenizer.load(path)
+    model = load_river(bundle, options)
+    return Session(path, tokenizer, model, bundle.architecture.max_positions, options)
+
+
+def _as_messages(prompt: str | Sequence[Message], system: str | None) -> list[Message]:
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system is None:
+        return messages
+    if messages and messages[0].get("role") == "system":
+        raise UsageError("There are two system texts", "Give it in the messages or with --system, not both.")
+    return [{"role": "system", "content": system}, *messages]
