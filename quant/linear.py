@@ -71,7 +71,7 @@ class WeightRows(Protocol):
 
 
 def chunked_linear(x: Tensor, rows: WeightRows, N: int, bias: Tensor | None) -> Tensor:
-    """The product x @ W.T + b in fp32, with at most CHUNK_BYTES of W in fp32 at a time; the result has the dtype of x."""
+    """The product x @ W.T + b in fp32, with CHUNK_BYTES of W at a time; the result has the dtype of x."""
     flat = x.reshape(-1, x.shape[-1]).float()
     M, K = flat.shape
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
