@@ -6,7 +6,7 @@ memory-mapped. Importing this module does not import torch. Knows no methods' ma
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -48,10 +48,18 @@ class Bundle:
 
     @cached_property
     def architecture(self) -> "Architecture":
-        """Geometry of the backbone. Raises UnsupportedError for a family that is not handled."""
-        from .architecture import Architecture  # noqa: PLC0415 - a manifest is read without torch
+        """Geometry of the backbone. Raises UnsupportedError for a family that is not handled.
 
-        return Architecture.from_config(self.config)
+        A bundle stores a tied head once, so the tensors say whether it is tied; configs in the wild are wrong at times.
+        """
+        from .architecture import Architecture  # noqa: PLC0415 - a manifest is read without torch
+        from .store import HEAD  # noqa: PLC0415
+
+        architecture = Architecture.from_config(self.config)
+        try:
+            return replace(architecture, tied=HEAD not in self.backbone.names())
+        except AccessError:  # not fetched: the config is all there is
+            return architecture
 
     @cached_property
     def backbone_folder(self) -> Path:

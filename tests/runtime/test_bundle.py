@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from adapt_llm.errors import AccessError, FormatError, UsageError
 from adapt_llm.runtime.bundle import Bundle
@@ -75,6 +76,7 @@ def test_a_reference_is_found_in_the_hub_cache(factory: ModuleType, source: Path
     assert torch.equal(bundle.backbone.read(name), open_safetensors(source).read(name))
     with pytest.raises(AccessError, match=f"hf download example/tiny --revision {REVISION}"):
         _ = Bundle.open(out, cache_dir=tmp_path / "elsewhere").backbone
+    assert not Bundle.open(out, cache_dir=tmp_path / "elsewhere").architecture.tied
     (snapshot / "model-00001-of-00002.safetensors").write_bytes(b"other")
     with pytest.raises(FormatError, match="has 5 bytes"):
         _ = Bundle.open(out, cache_dir=tmp_path / "cache").backbone
@@ -95,6 +97,20 @@ def test_a_tied_head_is_stored_once(factory: ModuleType, tmp_path: Path) -> None
     assert "lm_head.weight" not in bundle.backbone.names()
     name = "model.embed_tokens.weight"
     assert torch.equal(bundle.backbone.read(name), open_safetensors(source).read(name))
+
+
+def test_the_tensors_decide_about_the_tie(factory: ModuleType, source: Path, tmp_path: Path) -> None:
+    """A config that asks for a head, tensors without one."""
+    out = shutil.copytree(
+        factory.bundle(factory.model_folder(tmp_path / "m", shards=1), tmp_path / "out"), tmp_path / "o"
+    )
+    tensors = load_file(out / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, out / "model.safetensors")
+    data = json.loads((out / "adapt.json").read_text(encoding="utf-8"))
+    data["files"]["model.safetensors"]["bytes"] = (out / "model.safetensors").stat().st_size
+    (out / "adapt.json").write_text(json.dumps(data), encoding="utf-8")
+    assert Bundle.open(out).architecture.tied
 
 
 def test_the_manifest_needs_no_torch(built: Path) -> None:
