@@ -66,7 +66,9 @@ class GgufFile:
         self.path = path
         self.metadata = metadata
         self.tensors = tensors
-        self._data = np.memmap(path, mode="r", dtype=np.uint8)
+        with path.open("rb") as file:
+            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = np.frombuffer(self._mapped, dtype=np.uint8)
 
     def rows(self, name: str, indices: np.ndarray) -> np.ndarray:
         """Dequantised rows [len(indices), columns] in float32 of a matrix."""
@@ -90,6 +92,14 @@ class GgufFile:
             piece = np.array(stored[start : start + step])
             result[start : start + step] = torch.from_numpy(dequantize(piece, tensor.type))
         return result.reshape(tensor.shape)
+
+    def release(self, name: str) -> None:
+        """Let the pages of this tensor leave memory, where the system can be told so."""
+        tensor = self.tensors[name]
+        start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = tensor.offset + tensor.nbytes - start
+        if hasattr(mmap, "MADV_DONTNEED") and length > 0:
+            self._mapped.madvise(mmap.MADV_DONTNEED, start, length)
 
     def _bytes(self, tensor: GgufTensor) -> np.ndarray:
         """The stored bytes as [rows, bytes per row]; a vector is one row."""

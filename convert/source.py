@@ -42,7 +42,8 @@ def open_source(
     else:
         opened = GgufSource(path, reporter)
     architecture = Architecture.from_config(opened.config)
-    check_tensors(opened.store, architecture.tensors(), tied=architecture.tied)
+    for remark in check_tensors(opened.store, architecture.tensors(), tied=architecture.tied):
+        reporter.warn(remark)
     return opened
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import FormatError, UnsupportedError
 from ..runtime.architecture import Architecture
-from ..runtime.store import TensorStore, open_safetensors
+from ..runtime.store import TensorStore, open_safetensors, text_backbone
 from .source_identity import SourceIdentity, fingerprint, index_sha256
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +28,13 @@ TEXT_NAMES = (
 # What a tokenizer.json can be made from.
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")
+# Keys that a config with several towers states outside of text_config.
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+_DECODERS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -71,6 +78,19 @@ def check_config(config: dict[str, Any], name: str) -> None:
         raise UnsupportedError(error.message, hint) from error
 
 
+def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the decoder alone, where it has other towers beside it (Gemma 3, Mistral 3); else `config`.
+
+    It goes with the names of `text_backbone`, so that the two make a plain checkpoint.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    family = Architecture.from_config(config).family
+    shared = {key: config[key] for key in _SHARED if key in config}
+    return {**shared, **text, "model_type": family, "architectures": [_DECODERS.get(family, "AutoModelForCausalLM")]}
+
+
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files that hold the model, by the rules of `open_safetensors`; missing ones are left out."""
     index, single = folder / INDEX, folder / SINGLE
@@ -86,9 +106,10 @@ class DirectorySource:
 
     def __init__(self, folder: Path, *, name: str, revision: str | None = None) -> None:
         config_path = folder / "config.json"
-        self.config = read_json(config_path)
-        check_config(self.config, name)
-        self.store: TensorStore = _open_weights(folder)
+        stated = read_json(config_path)
+        check_config(stated, name)
+        self.config = decoder_config(stated)
+        self.store: TensorStore = text_backbone(_open_weights(folder))
         self.weight_files = weight_files(folder)
         self.bundle_path = folder if (folder / "adapt.json").is_file() else None
         generation = folder / "generation_config.json"

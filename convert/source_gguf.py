@@ -51,6 +51,10 @@ class GgufStore:
         undo = undo_for(self._architecture, stored, heads=self._heads, kv_heads=self._kv_heads)
         return (undo(value) if undo else value).to(torch.bfloat16).contiguous()
 
+    def release(self, name: str) -> None:
+        """See `TensorStore.release`."""
+        self._file.release(self._names[name])
+
 
 class GgufSource:
     """One GGUF file. Opening it reads the header, and a few rows of two matrices to see whether they are tied."""
