@@ -100,6 +100,14 @@ class Quality(_Strict, frozen=True):
     """The same figures with every exit layer in use: the floor of any threshold."""
 
 
+class SelfCheck(_Strict, frozen=True):
+    """What the self-check's text gave at conversion: mean negative log-likelihood in nats a token."""
+
+    tokens: Annotated[int, Field(gt=0)]
+    dense_nll: float
+    river_nll: float
+
+
 def _method(value: object) -> object:
     if isinstance(value, MethodSettings):
         return value
@@ -124,6 +132,7 @@ class Manifest(_Strict, frozen=True):
     """False: a method that needs training was converted without (`--untrained`)."""
     backbone: Backbone = Backbone()
     quality: Quality | None = None
+    self_check: SelfCheck | None = None
     libraries: dict[str, str] = Field(default_factory=dict)
     files: dict[FileName, FileRecord] = Field(default_factory=dict)
     """Every file of the bundle except adapt.json itself."""

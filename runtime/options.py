@@ -6,7 +6,6 @@ from typing import Literal
 
 from ..errors import UsageError
 
-
 Offload = Literal["drop", "stream"]
 
 

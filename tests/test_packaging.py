@@ -1,4 +1,4 @@
-"""The package that is installed is the tree that is read: packages list, wheel content, import contract, size budget."""
+"""The package that is installed is the tree that is read: packages, wheel, import contract, size budget."""
 
 import ast
 import subprocess
@@ -47,7 +47,18 @@ def test_no_pickle_and_no_remote_code() -> None:
 
 @pytest.mark.slow
 def test_wheel_installs_and_answers(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("adapt_llm-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -56,6 +67,10 @@ def test_wheel_installs_and_answers(tmp_path: Path) -> None:
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
-    run = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv.pop()); from adapt_llm.cli.app import main; main()"]
+    run = [
+        sys.executable,
+        "-c",
+        "import sys; sys.path.insert(0, sys.argv.pop()); from adapt_llm.cli.app import main; main()",
+    ]
     answer = subprocess.run([*run, "--version", str(target)], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert answer.stdout.split() == ["adapt", "0.1.0"]

@@ -1,0 +1,70 @@
+"""The text that conversion looks at: one part quantises, another part, never seen by the quantiser, judges.
+
+Knows texts and tokens; no weights.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..runtime.text import Tokenizer
+
+SEQUENCE = 512
+"""Tokens of one sequence."""
+JUDGED = 4
+"""Sequences that judge at most; at least a quarter of the text."""
+SHIPPED = "calibration.txt"
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """`quantise` [n, S] and `judge` [m, S] are token ids of disjoint parts; `name` is no path."""
+
+    name: str
+    sha256: str
+    quantise: Tensor
+    judge: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are looked at."""
+        return self.quantise.numel() + self.judge.numel()
+
+
+def read_text(path: Path | None) -> tuple[str, bytes]:
+    """Return name and bytes of a text; None is the one that comes with the package. Raises UsageError."""
+    if path is None:
+        return SHIPPED, (files(__name__.rpartition(".")[0]) / SHIPPED).read_bytes()
+    try:
+        return path.name, path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "name a UTF-8 text with --calibration") from error
+
+
+def load_calibration(path: Path | None, tokenizer: "Tokenizer", *, tokens: int, max_positions: int) -> CalibrationText:
+    """Tokenise a text and split it: the last quarter (JUDGED sequences at most) judges, up to `tokens` quantise.
+
+    Raises UsageError for a text that is not UTF-8 or too short for one sequence of each part.
+    """
+    name, data = read_text(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text", "save it as UTF-8") from error
+    length = min(SEQUENCE, max_positions)
+    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+    whole = ids[: ids.numel() // length * length].view(-1, length)
+    if len(whole) < 2:
+        raise UsageError(f"{name} has {ids.numel()} tokens, too few to calibrate", f"give at least {2 * length}")
+    judged = min(JUDGED, max(1, len(whole) // 4))
+    wanted = max(1, -(-tokens // length))
+    digest = hashlib.sha256(data).hexdigest()
+    return CalibrationText(name, digest, whole[: len(whole) - judged][:wanted], whole[len(whole) - judged :])

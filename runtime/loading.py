@@ -1,0 +1,204 @@
+"""From an opened bundle to the model that generation runs.
+
+Knows which parts of a bundle are needed where; exit layers are read when a token first needs them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import FormatError, ResourceError, UsageError
+from .architecture import Architecture
+from .block import Block
+from .bundle import Bundle
+from .decoder import load_block, load_frame
+from .describe import resident_memory
+from .exit_layers import LazyBlocks, load_exit_block
+from .exits import CosineExit, ExitPolicy
+from .methods import River as RiverSettings
+from .offload import StreamedBlocks, parse_memory, plan_resident
+from .options import Offload, SessionOptions
+from .river import River
+from .store import TensorInfo, TensorStore, is_tied
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a model runs. `resident`: backbone blocks on the device, None for all.
+
+    `offload` says what becomes of the others: "drop" (a token that would go deeper continues in the river) or "stream"
+    (copied from host memory when needed).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    resident: int | None = None
+    offload: Offload = "drop"
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device for "auto", "cpu" or "cuda[:N]". Raises UsageError for anything that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"there is no device called {name}", "use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name} is not supported", "use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UsageError(f"this machine has no device {name}", "use --device cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype for "auto", "bf16", "fp16" or "fp32".
+
+    "auto" is bf16 everywhere: decoding is bound by memory, and half the bytes are twice the speed even where the CPU
+    has no bf16 arithmetic (docs/benchmarks.md). Raises UsageError for fp16 on a
+    CPU, where torch computes it by scalars.
+    """
+    dtypes = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if name not in dtypes:
+        raise UsageError(f"dtype {name} is not known", f"use one of {', '.join(dtypes)}")
+    if name == "fp16" and device.type == "cpu":
+        raise UsageError("fp16 is many times slower than bf16 on a CPU", "use --dtype bf16 or fp32")
+    return dtypes[name]
+
+
+def architecture_of(config: Mapping[str, Any], store: TensorStore) -> Architecture:
+    """Return the geometry of a model; the tensors, not the config, decide whether the head is the embedding."""
+    arch = Architecture.from_config(config)
+    return replace(arch, tied=is_tied(store, tied=arch.tied))
+
+
+def load_river(bundle: Bundle, options: SessionOptions) -> River:
+    """Make the model of a River bundle as `options` ask.
+
+    Raises FormatError for a bundle without River, UsageError for what cannot be (device, threshold, resident count),
+    ResourceError where `gpu_memory` does not hold the river.
+    """
+    settings = bundle.manifest.method(RiverSettings)
+    if settings is None:
+        raise FormatError(f"{bundle.path} is not a River bundle", "Convert with --method river.")
+    arch = architecture_of(bundle.config, bundle.backbone)
+    tau = settings.tau if options.tau is None else options.tau
+    return make_river(
+        arch,
+        bundle.backbone,
+        bundle.river,
+        _placement(arch, settings, options),
+        CosineExit.uniform(tau, arch.num_layers, settings.entry_layer),
+        entry_layer=settings.entry_layer,
+        dense_prefill=options.prefill == "dense",
+    )
+
+
+def _placement(arch: Architecture, settings: RiverSettings, options: SessionOptions) -> Placement:
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    resident = settings.resident if options.resident is None else options.resident
+    if options.gpu_memory is not None:
+        resident = _planned(arch, settings, options, device, dtype)
+    return Placement(device, dtype, resident, options.offload)
+
+
+def _planned(
+    arch: Architecture, settings: RiverSettings, options: SessionOptions, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Return how many backbone blocks fit in `gpu_memory`."""
+    if device.type != "cuda":
+        raise UsageError("--gpu-memory needs a GPU", "Use --resident N to leave backbone blocks out on a CPU.")
+    free, total = torch.cuda.mem_get_info(device)
+    budget = parse_memory(options.gpu_memory or "auto", free=free, total=total)
+    least = settings.entry_layer - 1
+    small, large = resident_memory(arch, settings, least), resident_memory(arch, settings, arch.num_layers)
+    per_block = (large.total - small.total) // (arch.num_layers - least)
+    positions = options.ctx_size or min(arch.max_positions, 4096)
+    kv = 2 * arch.num_kv_heads * arch.head_dim * dtype.itemsize * len(set(arch.slots)) * positions
+    fixed = small.total - least * per_block + kv
+    plan = plan_resident(budget=budget, fixed=fixed, per_block=per_block, num_layers=arch.num_layers, least=least)
+    return plan.resident
+
+
+def make_river(
+    arch: Architecture,
+    backbone: TensorStore,
+    exits: TensorStore,
+    placement: Placement,
+    policy: ExitPolicy,
+    *,
+    entry_layer: int,
+    dense_prefill: bool = False,
+) -> River:
+    """Make the model from its stores. Dropped blocks are neither read nor counted."""
+    device, dtype, resident = placement.device, placement.dtype, placement.resident
+    if resident is not None and not entry_layer - 1 <= resident <= arch.num_layers:
+        raise UsageError(f"{resident} resident blocks are not possible", f"Use {entry_layer - 1} to {arch.num_layers}.")
+    blocks = _backbone_blocks(arch, backbone, placement)
+    decoder = load_frame(arch, backbone, blocks, device=device, dtype=dtype)
+
+    def load_exit(index: int) -> Block:
+        if index + 1 < entry_layer:
+            raise IndexError(f"block {index + 1} has no exit layer")
+        return load_exit_block(arch, backbone, exits, index, device=device, dtype=dtype)
+
+    deepest = resident if placement.offload == "drop" else None
+    return River(decoder, LazyBlocks(arch.num_layers, load_exit), policy, resident=deepest, dense_prefill=dense_prefill)
+
+
+def _backbone_blocks(arch: Architecture, store: TensorStore, placement: Placement) -> Sequence[Block]:
+    device, dtype = placement.device, placement.dtype
+    count = arch.num_layers if placement.resident is None else placement.resident
+
+    def load(index: int) -> Block:
+        return load_block(arch, store, index, device=device, dtype=dtype)
+
+    near = LazyBlocks(count, load)
+    if placement.offload == "drop" or count == arch.num_layers:
+        return near
+    if device.type != "cuda":
+        raise UsageError("streaming blocks needs a GPU", "On a CPU the blocks are in memory already.")
+    return StreamedBlocks(near, arch.num_layers, PinnedLoader(arch, store, placement), device)
+
+
+class PinnedLoader:
+    """Copies of blocks in pinned host memory, sent to the device when called. The first call of a block pins it."""
+
+    def __init__(self, arch: Architecture, store: TensorStore, placement: Placement) -> None:
+        self._arch, self._placement = arch, placement
+        self._store = _PinnedStore(store, placement.dtype)
+
+    def __call__(self, index: int) -> Block:
+        """Return block `index` on the device; the copy may still be under way on the current stream."""
+        try:
+            return load_block(
+                self._arch, self._store, index, device=self._placement.device, dtype=self._placement.dtype
+            )
+        except torch.OutOfMemoryError as error:
+            raise ResourceError("the GPU has no room for a streamed block", "Lower --resident.") from error
+
+
+class _PinnedStore:
+    """A store whose tensors lie in pinned memory after their first reading."""
+
+    def __init__(self, store: TensorStore, dtype: torch.dtype) -> None:
+        self._store, self._dtype = store, dtype
+        self._pinned: dict[str, torch.Tensor] = {}
+
+    def names(self) -> Collection[str]:
+        return self._store.names()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._store.info(name)
+
+    def release(self, name: str) -> None:
+        self._store.release(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._pinned.get(name)
+        if tensor is None:
+            tensor = self._pinned[name] = self._store.read(name).to(self._dtype).pin_memory()
+        return tensor

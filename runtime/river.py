@@ -1,0 +1,96 @@
+"""River: a 16-bit backbone beside its 4-bit exit layers, over one KV cache.
+
+A pass climbs the backbone until the exit rule fires (or the resident blocks end), and goes on through the exit layers;
+both write the same cache slots, so no key or value is ever missing. Prompts leave at one depth, generated tokens
+each at their own. Source: River-LLM (arXiv 2604.18396), sections 4.1 and 4.2. Knows no files, no text, no sampling.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .block import Block
+from .cache import KVCache, KVStore
+from .decoder import Decoder
+from .exits import ExitPolicy, FixedExit
+from .generate import StepOutput
+from .routing import Ladder
+from .step import Step
+
+
+class River:
+    """The model that generation runs. `exits[l]` is the 4-bit copy of block l (from 0); the first ones are never used.
+
+    `resident` is the number of backbone blocks that may run: a token that would go deeper leaves there (the paper's
+    backbone offloading). `dense_prefill` runs prompts through all resident blocks instead of asking the rule.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        exits: Sequence[Block],
+        policy: ExitPolicy,
+        *,
+        resident: int | None = None,
+        dense_prefill: bool = False,
+    ) -> None:
+        self.decoder = decoder
+        self.exits = exits
+        self.policy = policy
+        count = decoder.arch.num_layers
+        self.deepest = count if resident is None else min(resident, count)
+        self._prefill_policy: ExitPolicy = FixedExit(self.deepest) if dense_prefill else policy
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """See `generate.Model`."""
+        return self.decoder.new_cache(batch, capacity)
+
+    def prefill(self, ids: Tensor, cache: KVCache) -> StepOutput:
+        """Append ids [B, S], all leaving at one depth: the rule must hold for every token (paper section 4.2)."""
+        h, step = self._enter(ids, cache)
+        h, depth = self._climb(h, step, cache, self._prefill_policy)
+        return StepOutput(self.decoder.logits(h[:, -1]), depth)
+
+    def decode(self, ids: Tensor, cache: KVCache) -> StepOutput:
+        """Append one token per row, ids [B, 1]; the batch leaves together (eq. 1: the minimum over its rows)."""
+        h, step = self._enter(ids, cache)
+        h, depth = self._climb(h, step, cache, self.policy)
+        return StepOutput(self.decoder.logits(h[:, -1]), depth)
+
+    def decode_rows(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Append tokens ids [B, S], each leaving at its own depth. Returns logits [B, S, V] and depths [B, S].
+
+        Beyond the paper: a row's result does not depend on the rows beside it.
+        """
+        h, step = self._enter(ids, cache)
+        h, depths = self.climb_rows(h, step, cache)
+        return self.decoder.logits(h), depths
+
+    def climb_rows(self, h: Tensor, step: Step, kv: KVStore) -> tuple[Tensor, Tensor]:
+        """Take h [B, S, hidden] through all layers, each row at its own depth; returns h and depths [B, S]."""
+        arch = self.decoder.arch
+        ladder = Ladder(arch, self.decoder.blocks, self.exits)
+        left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
+        depths = torch.zeros(h.shape[:2], dtype=torch.int64, device=h.device)
+        for layer in range(1, arch.num_layers + 1):
+            block = ladder.block(layer - 1, left)
+            before, h = h, block(h, step, kv)
+            depths[~left] = layer
+            left = left | (self.policy.leaves(layer, before, h) if layer < self.deepest else True)
+        return h, depths
+
+    def _enter(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Step]:
+        ids = ids.to(self.decoder.device)
+        return self.decoder.embed(ids), self.decoder.step(cache, ids)
+
+    def _climb(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy) -> tuple[Tensor, int]:
+        depth = self.deepest
+        for layer in range(1, self.deepest + 1):
+            before, h = h, self.decoder.blocks[layer - 1](h, step, kv)
+            if layer < self.deepest and policy.all_leave(layer, before, h):
+                depth = layer
+                break
+        for block in self.exits[depth:]:
+            h = block(h, step, kv)
+        return h, depth

@@ -1,0 +1,100 @@
+"""Rows that have left the backbone and rows that have not, through one block.
+
+A routed block is an ordinary `Block` whose linears take each row through the dense or the 4-bit weights; attention
+sees one set of keys and values. Knows no exit rule: who has left is said by the caller through `Rows`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..quant.linear import Linear
+from .architecture import Architecture
+from .block import Block, Projection
+
+
+class Rows:
+    """Which rows of the present pass have left; the routed linears of a block share one."""
+
+    def __init__(self, left: Tensor) -> None:
+        flat = left.flatten()
+        self.staying = (~flat).nonzero().squeeze(1)
+        self.gone = flat.nonzero().squeeze(1)
+
+
+def _route(
+    parts: Callable[[Tensor], Sequence[Tensor]], x: Tensor, rows: Tensor, out: list[Tensor] | None
+) -> list[Tensor]:
+    """Write `parts` of the chosen rows of x [R, K] into `out` (made on the first call)."""
+    results = parts(x[rows])
+    if out is None:
+        out = [x.new_empty(x.shape[0], part.shape[-1]) for part in results]
+    for whole, part in zip(out, results, strict=True):
+        whole[rows] = part
+    return out
+
+
+class RoutedProjection:
+    """A `Projection` that sends each row through one of two."""
+
+    def __init__(self, dense: Projection, river: Projection, rows: Rows) -> None:
+        self._dense, self._river, self._rows = dense, river, rows
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """See `Projection`."""
+        flat = x.reshape(-1, x.shape[-1])
+        out = _route(self._dense, flat, self._rows.staying, None)
+        out = _route(self._river, flat, self._rows.gone, out)
+        return [part.view(*x.shape[:-1], -1) for part in out]
+
+
+class RoutedLinear:
+    """A `Linear` that sends each row through one of two."""
+
+    def __init__(self, dense: Linear, river: Linear, rows: Rows) -> None:
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        self._both = RoutedProjection(_single(dense), _single(river), rows)
+        self._linears = (dense, river)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return sum(linear.nbytes for linear in self._linears)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._both(x)[0]
+
+
+def _single(linear: Linear) -> Projection:
+    return lambda x: (linear(x),)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The backbone's blocks and their exit layers, side by side; `exits[l]` is the 4-bit copy of `dense[l]`."""
+
+    arch: Architecture
+    dense: Sequence[Block]
+    exits: Sequence[Block]
+
+    def block(self, index: int, left: Tensor) -> Block:
+        """Block `index` (from 0) in which rows marked in `left` bool [B, S] use the exit layer, others the backbone.
+
+        A side that no row uses is not touched, so it need not be there.
+        """
+        if not bool(left.any()):
+            return self.dense[index]
+        if bool(left.all()):
+            return self.exits[index]
+        rows, one, other = Rows(left), self.dense[index], self.exits[index]
+        return Block(
+            self.arch,
+            index,
+            one.norms,
+            qkv=RoutedProjection(one.qkv, other.qkv, rows),
+            output=RoutedLinear(one.output, other.output, rows),
+            gate_up=RoutedProjection(one.gate_up, other.gate_up, rows),
+            down=RoutedLinear(one.down, other.down, rows),
+        )

@@ -1,0 +1,78 @@
+"""A short text through the whole runtime, to see that a bundle gives what it gave when it was made.
+
+Runs the model the way `run` does (prompt, then token by token through the cache) and once without a cache. Conversion
+records the figures, `verify` compares. Knows no files.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+from .cache import PassStore
+from .exits import FixedExit
+from .manifest import SelfCheck
+from .river import River
+from .text import Tokenizer
+
+TEXT = (
+    "The river leaves the mountains in the north and reaches the sea after three hundred miles. "
+    "Most of its water comes from the snow of the winter before, so that it is highest in May. "
+    "Two towns and a mill stand on its banks."
+)
+PROMPT_SHARE = 0.5
+TOLERANCE = 0.02
+"""Of the mean negative log-likelihood: wider than what other kernels round differently, narrower than any damage."""
+
+
+def run_self_check(model: River, tokenizer: Tokenizer) -> SelfCheck:
+    """Return the figures of the text. Raises FormatError where cached and uncached runs disagree."""
+    ids = torch.tensor([tokenizer.encode(TEXT)[: model.decoder.arch.max_positions]])
+    with torch.inference_mode():
+        dense = _uncached(model, ids, dense=True)
+        alone = _uncached(model, ids, dense=False)
+        cached = _cached(model, ids)
+    if not math.isfinite(dense) or not math.isfinite(cached):
+        raise FormatError("the self-check gives no finite likelihood", "The source's weights may be damaged.")
+    if abs(cached - alone) > TOLERANCE * max(alone, 1.0):
+        raise FormatError(
+            f"the self-check fails: {cached:.4f} nats a token with a cache, {alone:.4f} without",
+            "This is a bug; please report it with the model's name.",
+        )
+    return SelfCheck(tokens=ids.shape[1], dense_nll=dense, river_nll=cached)
+
+
+def compare(recorded: SelfCheck, found: SelfCheck) -> Sequence[str]:
+    """Return what differs, in words."""
+    pairs = [("dense", recorded.dense_nll, found.dense_nll), ("river", recorded.river_nll, found.river_nll)]
+    return [
+        f"{name}: {now:.4f} nats a token, {then:.4f} when it was made"
+        for name, then, now in pairs
+        if abs(now - then) > TOLERANCE * max(then, 1.0)
+    ]
+
+
+def _uncached(model: River, ids: Tensor, *, dense: bool) -> float:
+    decoder = model.decoder
+    step = decoder.step(None, ids)
+    policy = FixedExit(model.deepest) if dense else model.policy
+    runner = River(decoder, model.exits, policy, resident=model.deepest)
+    h, _ = runner.climb_rows(decoder.embed(ids), step, PassStore(decoder.arch))
+    return _nll(decoder.logits(h), ids)
+
+
+def _cached(model: River, ids: Tensor) -> float:
+    """The prompt without an exit, so that both runs treat it alike, then token by token."""
+    count = ids.shape[1]
+    cache = model.new_cache(1, count)
+    logits = [model.decode_rows(part, cache)[0] for part in (ids[:, : int(count * PROMPT_SHARE)],)]
+    logits += [
+        model.decode(ids[:, at : at + 1], cache).logits[:, None] for at in range(int(count * PROMPT_SHARE), count)
+    ]
+    return _nll(torch.cat(logits, dim=1), ids)
+
+
+def _nll(logits: Tensor, ids: Tensor) -> float:
+    return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
