@@ -12,11 +12,10 @@ from typing import Literal
 import torch
 
 from ..errors import UsageError
-from ..runtime.store import TensorStore
-from .stream import Entry, lazy, read_entries
+from ..runtime.store import HEAD, TensorStore
+from .stream import Entry, entries_by_name, lazy
 
 BackboneMode = Literal["copy", "link", "reference"]
-_TIED_HEAD = "lm_head.weight"
 _KEPT = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -52,9 +51,10 @@ def plan_backbone(
     dtype where shards hold too much (a second copy of a tied head), in `dtype` where there are none.
     Raises UsageError where `reference` is asked for and the backbone is not a Hub model's as it is.
     """
-    wanted = {name: shape for name, shape in expected.items() if not (tied and name == _TIED_HEAD)}
+    wanted = {name: shape for name, shape in expected.items() if not (tied and name == HEAD)}
     shards = sorted(files, key=lambda path: path.name)
-    right = bool(shards) and _is_right(shards, wanted)
+    stored = entries_by_name(shards)
+    right = bool(shards) and _is_right(stored, wanted)
     if mode == "reference" and not (right and all(_in_hub_cache(path, revision) for path in shards)):
         what = "--backbone reference needs a model from the Hub whose safetensors files are used as they are"
         raise UsageError(what, "Use --backbone copy.")
@@ -62,15 +62,16 @@ def plan_backbone(
         index = shards[0].with_name("model.safetensors.index.json")
         size = sum(path.stat().st_size for path in shards)
         return BackbonePlan(mode, tuple(shards), (index,) if index.is_file() else (), (), size)
-    keep = dtype if not shards else None
-    entries = tuple(_entry(store, name, shape, keep) for name, shape in wanted.items())
+    entries = tuple(
+        stored[name] if name in stored else _entry(store, name, shape, None if shards else dtype)
+        for name, shape in wanted.items()
+    )
     return BackbonePlan("copy", (), (), entries, sum(entry.nbytes for entry in entries))
 
 
-def _is_right(shards: Sequence[Path], wanted: Mapping[str, tuple[int, ...]]) -> bool:
-    found = [entry for path in shards for entry in read_entries(path)]
-    names = {entry.name: entry.shape for entry in found}
-    return len(names) == len(found) and names == wanted and all(entry.dtype in _KEPT for entry in found)
+def _is_right(stored: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> bool:
+    shapes = {name: entry.shape for name, entry in stored.items()}
+    return shapes == wanted and all(entry.dtype in _KEPT for entry in stored.values())
 
 
 def _in_hub_cache(path: Path, revision: str | None) -> bool:

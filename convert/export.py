@@ -4,24 +4,23 @@ The output is whole or absent. Knows the GPTQ layout's config, not how weights w
 """
 
 import json
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from .. import __version__
-from ..errors import UnsupportedError
+from ..errors import FormatError, UnsupportedError
 from ..quant.layout import pack, packed_shapes, trivial_g_idx
 from ..quant.quantizers import QUANTIZERS
-from ..runtime.bundle import BACKBONE, Bundle
+from ..runtime.bundle import BACKBONE, RIVER, Bundle
 from ..runtime.manifest import MANIFEST_NAME
 from ..runtime.methods import River
 from ..runtime.progress import Reporter
 from .backbone import plan_backbone
 from .preflight import check_disk
-from .stream import Entry, lazy, read_entries
+from .stream import Entry, entries_by_name, read_entries
 from .workspace import Workspace
 from .writer import hash_file, place_backbone, place_bytes, place_shards, place_text_files, write_piece
 
@@ -120,14 +119,22 @@ def _round(bundle: Bundle, river: River, layer: int) -> Iterator[tuple[str, torc
 def _stored_entries(bundle: Bundle, river: River) -> Iterator[Entry]:
     """Everything the bundle has: 16-bit tensors that are not quantised, and the river's."""
     matrices, architecture = _matrices(bundle), bundle.architecture
+    backbone = entries_by_name(bundle.backbone_folder / name for name in bundle.weight_files(BACKBONE))
+    packed = entries_by_name(bundle.path / name for name in bundle.weight_files(RIVER))
     for name, shape in architecture.tensors().items():
         if name not in matrices:
-            yield lazy(name, bundle.backbone.info(name).dtype, shape, partial(bundle.backbone.read, name))
+            yield _found(backbone, name, shape)
     for layer in river.exit_layers:
         for name, (N, K) in architecture.block_matrices(layer - 1).items():
-            for suffix, (dtype, shape) in packed_shapes(N, K, river.group_size).items():
-                stored = f"{name.removesuffix('weight')}{suffix}"
-                yield lazy(stored, dtype, shape, partial(bundle.river.read, stored))
+            for suffix, (_, shape) in packed_shapes(N, K, river.group_size).items():
+                yield _found(packed, f"{name.removesuffix('weight')}{suffix}", shape)
+
+
+def _found(entries: Mapping[str, Entry], name: str, shape: tuple[int, ...]) -> Entry:
+    entry = entries.get(name)
+    if entry is None or entry.shape != shape:
+        raise FormatError(f"The bundle's {name} is missing or misshapen", "Run `adapt verify`, and convert again.")
+    return entry
 
 
 def _has_act_order(bundle: Bundle, river: River) -> bool:

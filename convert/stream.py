@@ -77,6 +77,11 @@ def read_entries(path: Path) -> list[Entry]:
     return [_file_entry(path, name, info, start, size) for name, info in header.items() if name != "__metadata__"]
 
 
+def entries_by_name(paths: Iterable[Path]) -> dict[str, Entry]:
+    """Entries of several files. They are read as plain files: unlike a mapping, that leaves nothing in memory."""
+    return {entry.name: entry for path in paths for entry in read_entries(path)}
+
+
 def _file_entry(path: Path, name: str, info: Mapping[str, Any], start: int, size: int) -> Entry:
     dtype, (begin, end) = DTYPES.get(info["dtype"]), info["data_offsets"]
     if dtype is None:
