@@ -24,6 +24,7 @@ TEXT_NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "README.md",  # the model card: it states the licence
 )
 # What a tokenizer.json can be made from.
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")

@@ -4,6 +4,7 @@ Knows how the parts of a GGUF file become the parts of a Hugging Face checkpoint
 `gguf_reader`, `gguf_names`, `gguf_config` and `gguf_tokenizer`.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,20 @@ class GgufSource:
 
     def text_files(self) -> dict[str, bytes | Path]:
         """See `Source.text_files`; raises what `gguf_tokenizer.text_files` raises."""
-        return {**gguf_tokenizer.text_files(self._metadata, self.reporter)}
+        return {**gguf_tokenizer.text_files(self._metadata, self.reporter), **_card(self._metadata)}
 
     def fingerprint(self) -> str:
         """See `Source.fingerprint`. The tokenizer is in the header, so the file's size and time cover it."""
         return fingerprint(self.identity, (self._path,), {})
+
+
+def _card(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """A model card that states the licence, as Hugging Face checkpoints have it; nothing if the file does not say."""
+    licence = str(metadata.get("general.license", ""))
+    if not re.fullmatch(r"[\w.+-]+", licence):
+        return {}
+    name = str(metadata.get("general.name", "Model")).splitlines()[0]
+    return {"README.md": f"---\nlicense: {licence}\n---\n\n# {name}\n".encode()}
 
 
 def _index(file: GgufFile) -> str:

@@ -4,6 +4,7 @@ The only module that imports huggingface_hub. Fetches config.json first, so that
 is known before anything heavy; then only safetensors, the tokenizer and licences, never a pickle.
 """
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from .source_directory import INDEX, SINGLE, SLOW_TOKENIZERS, TEXT_NAMES, is_lic
 
 _TEXTS = frozenset({*TEXT_NAMES, *SLOW_TOKENIZERS, "merges.txt", "generation_config.json", "quantize_config.json"})
 _LOGIN = "log in with `hf auth login`, or give --token or HF_TOKEN"
+_CACHE_ELSEWHERE = "Free some, or give another place with --cache-dir."
 
 
 @dataclass(frozen=True)
@@ -104,19 +106,22 @@ def _explained(model: HubModel) -> Iterator[None]:
     try:
         yield
     except LocalEntryNotFoundError as error:
-        raise _unreachable(model, error.__cause__ or error) from error
+        # Not in the cache either; the cause is why the Hub could not be asked.
+        raise _explanation(model, error.__cause__ or OfflineModeIsEnabled(str(error))) from error
     except EntryNotFoundError:
         raise
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, TransportError, OSError) as error:
         raise _explanation(model, error) from error
 
 
-def _explanation(model: HubModel, error: Exception) -> AdaptError:
+def _explanation(model: HubModel, error: BaseException) -> AdaptError:
     if isinstance(error, HfHubHTTPError):
         return _refusal(model, error)
     if isinstance(error, HFValidationError):
         hint = "Give a Hub id such as org/name, a directory, or a .gguf file."
         return UsageError(f"'{model.id}' is neither a Hub id nor a path that exists", hint)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ResourceError(f"the disk of the Hub cache is full, {model.id} is not whole", _CACHE_ELSEWHERE)
     if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
         return FormatError(f"the download of {model.id} failed: {_first_line(error)}", "Run the same command again.")
     return _unreachable(model, error)
@@ -132,11 +137,10 @@ def _refusal(model: HubModel, error: HfHubHTTPError) -> AccessError:
         what, hint = f"{model.id} has no revision '{model.revision}'", f"See the branches at {model.page}/tree/main."
     elif status == 401 and "Invalid credentials" in str(error):
         what, hint = "the Hub does not accept the token", f"It may have expired: {_LOGIN}."
-    elif isinstance(error, RepositoryNotFoundError):
+    elif isinstance(error, RepositoryNotFoundError) or status == 401:
+        # Without a token the Hub answers 401 for what does not exist, too.
         what = f"the Hub has no model {model.id}, or hides it from you; nor is there a file or directory of this name"
         hint = f"Check the name; if the model is private, {_LOGIN}."
-    elif status == 401:
-        what, hint = f"{model.id} needs a login", f"To go on, {_LOGIN}."
     elif status == 403:
         what = f"the token has no right to read {model.id}"
         hint = f"Give it read access to gated and private models, or ask at {model.page}."
@@ -199,8 +203,8 @@ def _check_disk(wanted: Mapping[str, int], folder: Path) -> None:
     needed = sum(size for name, size in wanted.items() if not (folder / name).exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
-        hint = "Free some, or give another place with --cache-dir."
-        raise ResourceError(f"{needed / 1e9:.1f} GB to fetch, {free / 1e9:.1f} GB free where the Hub cache is", hint)
+        what = f"{needed / 1e9:.1f} GB to fetch, {free / 1e9:.1f} GB free where the Hub cache is"
+        raise ResourceError(what, _CACHE_ELSEWHERE)
 
 
 def _download_all(model: HubModel, wanted: Mapping[str, int], reporter: Reporter) -> None:

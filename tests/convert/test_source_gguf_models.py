@@ -85,6 +85,13 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def add_metadata(
     writer: GGUFWriter, arch: str, config: transformers.PreTrainedConfig, given: Mapping[str, Any]
 ) -> None:
@@ -152,10 +159,7 @@ def write_model(
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             stored = stored + 1
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return state
 
 
@@ -222,10 +226,7 @@ def _two_matrices(path: Path, embedding: np.ndarray, head: np.ndarray, head_type
     kind = GGMLQuantizationType.Q5_0
     writer.add_tensor("token_embd.weight", quantize(embedding, kind), raw_dtype=kind)
     writer.add_tensor("output.weight", quantize(head, head_type), raw_dtype=head_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return GgufSource(path, Notes())
 
 
@@ -275,10 +276,7 @@ def _broken(path: Path, *, drop: str = "", **extra: np.ndarray) -> Path:
     writer.add_tensor("token_embd.weight", np.zeros((96, 64), dtype=np.float32))
     for name, value in extra.items():
         writer.add_tensor(name.replace("__", "."), value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
