@@ -61,7 +61,7 @@ def command(
         bool | None,
         typer.Option(
             "--resume/--no-resume",
-            help="Insist on continuing an interrupted conversion, or start afresh (default: continue if nothing changed).",
+            help="Insist on continuing a stopped conversion, or start afresh (default: continue if nothing changed).",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,

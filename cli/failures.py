@@ -43,8 +43,11 @@ def known(error: BaseException) -> Failure | None:
 
 
 def _sentences(message: str, hint: str) -> str:
-    text = f"{message.rstrip('. ')}. {hint}" if hint else message
-    return " ".join(text.split())
+    """Put both on one line, with one mark between them."""
+    first = " ".join(message.split())
+    if hint and not first.endswith(("?", "!")):
+        first = f"{first.rstrip('. ')}."
+    return f"{first} {' '.join(hint.split())}".rstrip()
 
 
 def _usage(error: BaseException) -> Failure:

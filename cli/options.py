@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -137,30 +137,64 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, metavar="N", rich_help_panel=MACHINE, help="CPU threads (default: all cores)."),
 ]
-CtxSize = Annotated[
-    int | None,
-    typer.Option(
-        "--ctx-size",
-        "-c",
-        "--max-seq-len",
-        min=1,
-        metavar="N",
-        rich_help_panel=MACHINE,
-        help="Tokens of context to make room for, prompt and answer (default: what the prompt needs).",
-    ),
-]
-Resident = Annotated[
-    int | None,
-    typer.Option(
-        "--resident",
-        min=1,
-        metavar="N",
-        rich_help_panel=MACHINE,
-        help="Dense blocks kept in memory, from the first on; tokens that would go deeper stay in the river.",
-    ),
-]
 CacheDir = Annotated[
     Path | None,
     typer.Option("--cache-dir", rich_help_panel=HUB, metavar="DIR", help="The Hub's cache (env: HF_HOME)."),
 ]
 Force = Annotated[bool, typer.Option("--force", "--overwrite", help="Replace an output that is there.")]
+
+
+def opening(
+    *,
+    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    threads: Threads = None,
+    ctx_size: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx-size",
+            "-c",
+            "--max-seq-len",
+            min=1,
+            metavar="N",
+            rich_help_panel=MACHINE,
+            help="Tokens of context, prompt and answer together (default: 4096, or what the prompt needs).",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="SIZE|PCT|auto",
+            rich_help_panel=MACHINE,
+            help="GPU memory to use (8GiB, 90%, auto).",
+        ),
+    ] = None,
+    resident: Annotated[
+        int | None,
+        typer.Option(
+            "--resident",
+            min=1,
+            metavar="N",
+            rich_help_panel=RIVER,
+            help="Dense blocks loaded, from the first on; a token that would go deeper stays in the river.",
+        ),
+    ] = None,
+    tau: Annotated[
+        float | None,
+        typer.Option(
+            "--tau", metavar="X", rich_help_panel=RIVER, help="Exit threshold (default: the bundle's; 1: dense)."
+        ),
+    ] = None,
+    prefill: Annotated[
+        Literal["exit", "dense"],
+        typer.Option("--prefill", rich_help_panel=RIVER, help="Prompts leave by the rule, or run through all blocks."),
+    ] = "exit",
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="FILE|NAME", help="A chat template: a jinja file, or a built-in name."),
+    ] = None,
+    cache_dir: CacheDir = None,
+) -> dict[str, Any]:
+    """Return how a bundle is opened; the names are those of `runtime.options.SessionOptions`."""
+    return dict(locals())

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from . import failures, options
+from .groups import flattened
 from .state import State
 
 NAME = "adapt"
@@ -28,7 +29,7 @@ def _title(text: str) -> str:
 def _build(function: Callable[..., None], name: str | None = None, epilog: str | None = None) -> Any:  # noqa: ANN401
     """Make the command (of Typer's own click) of a function."""
     single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    single.command(name, cls=Command, epilog=epilog)(function)
+    single.command(name, cls=Command, epilog=epilog)(flattened(function))
     return typer.main.get_command(single)
 
 
@@ -66,6 +67,14 @@ class Program(TyperGroup):
         super().__init__(**settings)
         for name, text in self.table.items():
             self.add_command(TyperCommand(name, short_help=text, help=text), name)
+
+    def get_params(self, ctx: Any) -> Any:  # noqa: ANN401 - Typer's types moved between versions
+        """Return the options; those for completion default to False, because Typer loads pydantic to read a None."""
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name in {"install_completion", "show_completion"}:
+                param.default = False
+        return params
 
     def load(self, name: str) -> Any:  # noqa: ANN401 - a click command of Typer's own
         """Import a command's module and build the command."""

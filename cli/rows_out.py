@@ -254,5 +254,6 @@ def open_output(path: Path, *, keep: int) -> BinaryIO:
     """Open an output file for writing after its first `keep` bytes; the rest, a torn row, is cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
-    stream.truncate(keep)
+    if path.is_file():  # a pipe or a device has nothing to cut
+        stream.truncate(keep)
     return stream

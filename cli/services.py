@@ -3,13 +3,18 @@
 torch comes in with these imports and with nothing else, so that help, completion and errors of usage do without.
 """
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.progress import Reporter
+from .generation import Choices
 
 if TYPE_CHECKING:
     from ..convert.request import ConvertRequest, RiverSettings
+    from ..runtime.conversation import GenerationOptions
+    from ..runtime.session import Session
 
 
 def describe(path: Path, *, resident: int | None, cache_dir: Path | None, reporter: Reporter) -> dict[str, Any]:
@@ -73,3 +78,51 @@ def export(
 
     bundle = Bundle.open(path, cache_dir=cache_dir, reporter=reporter)
     return export_bundle(bundle, form, output, reporter=reporter, force=force)
+
+
+def open_session(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> "Session":
+    """Open a bundle and load its model. `settings` are the fields of SessionOptions."""
+    from ..runtime.options import SessionOptions  # noqa: PLC0415
+
+    options = SessionOptions(**settings)
+    from ..runtime.session import open_session as open_bundle  # noqa: PLC0415 - torch, after the options were checked
+
+    return open_bundle(path, options, reporter=reporter)
+
+
+def generation_options(choices: Choices, *, row: int = 0) -> "GenerationOptions":
+    """Return how to answer. Raises UsageError for a value out of its range."""
+    from ..runtime.conversation import GenerationOptions  # noqa: PLC0415
+    from ..runtime.sampling import Sampling  # noqa: PLC0415
+
+    sampling = Sampling(
+        temperature=choices.temperature,
+        top_k=choices.top_k,
+        top_p=choices.top_p,
+        min_p=choices.min_p,
+        seed=choices.seed,
+        repetition_penalty=choices.repetition_penalty,
+    )
+    return GenerationOptions(
+        sampling=sampling,
+        max_tokens=choices.max_tokens,
+        stop=choices.stop,
+        stop_ids=choices.stop_token_id,
+        ignore_eos=choices.ignore_eos,
+        row=row,
+    )
+
+
+def peak_memory() -> int:
+    """Return the most memory this process has had so far, in bytes; that of the GPU where one was used."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_reserved())
+    if sys.platform == "win32":
+        import psutil  # noqa: PLC0415
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # noqa: PLC0415 - not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024

@@ -1,0 +1,159 @@
+"""`adapt run`: one prompt, streamed to stdout; or many rows, from files to a file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..errors import UsageError
+from .generation import Choices, Raw, Stats, System, sampling
+from .groups import Group
+from .options import ROWS, Force, Json, opening
+from .prompts import STDIN, single_prompt
+from .rows import Shard
+from .run_generate import Run, check_new
+from .run_rows import OnError, RowsRequest
+
+EXAMPLES = """\
+  adapt run qwen-river "Write a haiku about rivers"
+  cat notes.txt | adapt run qwen-river "Summarise this."
+  adapt run qwen-river -f prompt.txt --max-tokens 200 --temperature 0.7 --seed 1 --stats
+  adapt run qwen-river -i questions.jsonl -o answers.jsonl --resume
+  zcat big.jsonl.gz | adapt run qwen-river -i - --input-format jsonl --shard 1/4 -o part1.csv
+"""
+
+MAX_TOKENS = 512
+
+
+def rows_request(
+    *,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-i", "--input", metavar="FILE", rich_help_panel=ROWS, help="Rows: txt, jsonl, csv, tsv, .gz; - is stdin."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", rich_help_panel=ROWS, help="Where results go (default: stdout)."
+        ),
+    ] = None,
+    form: Annotated[
+        Literal["text", "json", "jsonl", "csv", "tsv"] | None,
+        typer.Option("--format", rich_help_panel=ROWS, help="Form of the output (default: by its name; else jsonl)."),
+    ] = None,
+    input_form: Annotated[
+        Literal["txt", "jsonl", "csv", "tsv"] | None,
+        typer.Option(
+            "--input-format", rich_help_panel=ROWS, help="Form of the input (default: by its name; else txt)."
+        ),
+    ] = None,
+    field_name: Annotated[
+        str | None,
+        typer.Option(
+            "--field",
+            metavar="NAME",
+            rich_help_panel=ROWS,
+            help="Key or column to read (default: messages, prompt, text).",
+        ),
+    ] = None,
+    on_error: Annotated[
+        OnError,
+        typer.Option("--on-error", rich_help_panel=ROWS, help="A row that fails: keep its error, skip it, stop."),
+    ] = "record",
+    resume: Annotated[
+        bool, typer.Option("--resume", rich_help_panel=ROWS, help="Continue an output that was cut short.")
+    ] = False,
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="I/N", rich_help_panel=ROWS, help="Every N-th row only, from the I-th on.")
+    ] = "1/1",
+    force: Force = False,
+) -> RowsRequest:
+    """Read the options of many rows."""
+    return RowsRequest(
+        inputs=inputs or [],
+        output=None if output is None or str(output) == STDIN else output,
+        form=form,
+        input_form=input_form,
+        field_name=field_name,
+        on_error=on_error,
+        resume=resume,
+        force=force,
+        shard=Shard.parse(shard),
+    )
+
+
+def command(
+    ctx: typer.Context,
+    bundle: Annotated[
+        str | None, typer.Argument(help="The bundle's folder.", metavar="BUNDLE", show_default=False)
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT", help="The prompt (- = stdin); after -i, more input files.", show_default=False
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        str | None, typer.Option("-m", "--model", metavar="BUNDLE", help="The bundle, instead of the argument.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; - is stdin.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from FILE.")
+    ] = None,
+    system: System = None,
+    raw: Raw = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Write the answer when it is complete.")] = False,
+    stats: Stats = False,
+    request: Annotated[RowsRequest, Group(rows_request)],
+    choices: Annotated[Choices, Group(sampling)],
+    settings: Annotated[dict[str, Any], Group(opening)],
+    as_json: Json = False,
+) -> None:
+    """Generate from a prompt, or from many rows.
+
+    The prompt comes from the command line, a file or stdin; text that is piped in is put before a prompt from the
+    command line. The model's chat template is used where it has one, unless --raw. With -i, every row is answered by
+    itself, in order, and written at once.
+    """
+    path, texts = _bundle(model, bundle, words or [])
+    if choices.max_tokens is None:
+        choices = replace(choices, max_tokens=MAX_TOKENS)
+    run = Run(ctx.obj, path, settings, choices, system=system, raw=raw, stats=stats or ctx.obj.verbose)
+    if request.inputs:
+        if prompt is not None or file is not None:
+            raise UsageError("-i brings its own prompts", "Leave out -p and -f")
+        form = "jsonl" if as_json or request.form == "json" else request.form
+        run.rows(replace(request, inputs=[*request.inputs, *texts], form=form))
+        return
+    if len(texts) > 1:
+        raise UsageError("more than one argument after BUNDLE", "Put the prompt in quotes")
+    _check_single(request)
+    text = single_prompt(texts[0] if texts else None, prompt, file)
+    run.single(text, request.output, as_json=as_json or request.form in {"json", "jsonl"}, stream=not no_stream)
+
+
+def _bundle(model: str | None, bundle: str | None, words: list[str]) -> tuple[Path, list[str]]:
+    """Return the bundle and the other arguments; with -m, all arguments are others."""
+    texts = [*([] if bundle is None else [bundle]), *words]
+    if model is not None:
+        return Path(model), texts
+    if not texts:
+        raise UsageError("no BUNDLE given", "Try 'adapt run --help'")
+    return Path(texts[0]), texts[1:]
+
+
+def _check_single(request: RowsRequest) -> None:
+    """Refuse what has a meaning for rows only."""
+    given = {"--resume": request.resume, "--field": request.field_name, "--input-format": request.input_form}
+    given |= {"--shard": request.shard.count > 1, "--on-error": request.on_error != "record"}
+    given |= {f"--format {request.form}": request.form in {"csv", "tsv"}}
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise UsageError(f"{wrong[0]} is for many rows", "Give them with -i FILE, or -i - for stdin")
+    check_new(request)

@@ -1,0 +1,162 @@
+"""Generation for `adapt run`: the answer to one prompt, and the answer to each of many rows."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from ..errors import UsageError
+from ..runtime.progress import Reporter
+from . import failures, services
+from .charts import histogram, human_bytes
+from .console import make_reporter
+from .generation import Choices, figures, report, rounded
+from .rows import Row
+from .run_rows import RowsJob, RowsRequest
+from .state import State
+
+if TYPE_CHECKING:
+    from ..runtime.session import Session
+    from ..runtime.stream import GenerationStats, TokenStream
+
+COLUMNS = ("text", "tokens", "finish_reason", "mean_depth")
+"""What a generated row has besides its own keys."""
+
+
+def check_new(request: RowsRequest) -> None:
+    """Refuse to write one answer over a file. Raises UsageError."""
+    output = request.output
+    if output is not None and output.exists() and output.stat().st_size and not request.force:
+        raise UsageError(f"{output} is there already", "Replace it with --force")
+
+
+@dataclass
+class Totals:
+    """Figures of all rows together; depths are those of the tokens after each row's first."""
+
+    tokens: int = 0
+    depths: dict[int, int] = field(default_factory=dict)
+
+    def add(self, stats: "GenerationStats") -> None:
+        """Count one row."""
+        self.tokens += stats.tokens
+        for depth, count in stats.exit_histogram.items():
+            self.depths[depth] = self.depths.get(depth, 0) + count
+
+    def mean_depth(self) -> str:
+        """Say it for the summary, where there are depths."""
+        count = sum(self.depths.values())
+        return f", mean depth {sum(depth * n for depth, n in self.depths.items()) / count:.1f}" if count else ""
+
+    def lines(self, seconds: float) -> Iterator[str]:
+        """Yield what --stats says."""
+        yield f"{self.tokens} new tokens, {self.tokens / seconds:.1f} tokens/s with prompts"
+        deepest = max(self.depths, default=0)
+        yield from histogram([self.depths.get(depth, 0) for depth in range(1, deepest + 1)])
+
+
+@dataclass
+class Run:
+    """One call of `adapt run`: a bundle and how it is to answer."""
+
+    state: State
+    bundle: Path
+    settings: Mapping[str, Any]
+    choices: Choices
+    system: str | None
+    raw: bool
+    stats: bool
+    reporter: Reporter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reporter = make_reporter(self.state)
+
+    def _open(self) -> "Session":
+        return services.open_session(self.bundle, self.settings, self.reporter)
+
+    def _say(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            print(line, file=sys.stderr)
+
+    def single(self, prompt: str, output: Path | None, *, as_json: bool, stream: bool) -> None:
+        """Answer one prompt on stdout or into a file."""
+        options = services.generation_options(self.choices)
+        session = self._open()
+        answer = session.complete(prompt, options, system=self.system, raw=self.raw)
+        with _destination(output) as out:
+            if as_json:
+                text = "".join(record.text for record in answer)
+                result = {"text": text, **figures(answer.stats)}
+                out.write(json.dumps(result, ensure_ascii=False) + "\n")
+            else:
+                _write(answer, out, stream=stream)
+        if self.stats:
+            self._say(report(answer.stats, services.peak_memory()))
+
+    def rows(self, request: RowsRequest) -> None:
+        """Answer every row of a request; exit 3 when some failed."""
+        request.check()
+        services.generation_options(self.choices)  # refuse impossible values before any row
+        job = RowsJob.prepare(request, COLUMNS, self.reporter.warn)
+        if request.resume and job.finished():
+            self.reporter.note(f"{job.done.rows} rows are there; nothing is left to do")
+            self._end(job.done.failed)
+            return
+        totals, session = Totals(), self._open()
+        started = time.monotonic()
+        summary = job.run(lambda row: self._row(session, row, totals), self.reporter)
+        seconds = time.monotonic() - started
+        self.reporter.note(summary.line(seconds) + totals.mean_depth())
+        if self.stats and seconds > 0:
+            self._say(totals.lines(seconds))
+            self._say(iter([f"memory {human_bytes(services.peak_memory())}"]))
+        self._end(summary.failed)
+
+    def _row(self, session: "Session", row: Row, totals: Totals) -> Mapping[str, object]:
+        if row.content is None:
+            raise RuntimeError("a row without content has no answer")
+        options = services.generation_options(self.choices, row=row.number)
+        answer = session.complete(row.content, options, system=self.system, raw=self.raw)
+        text = "".join(record.text for record in answer)
+        totals.add(answer.stats)
+        found = (text, answer.stats.tokens, answer.stats.finish_reason, rounded(answer.stats.mean_depth, 2))
+        return dict(zip(COLUMNS, found, strict=True))
+
+    def _end(self, failed: int) -> None:
+        if failed:
+            raise typer.Exit(failures.SOME_ROWS_FAILED)
+
+
+@contextmanager
+def _destination(output: Path | None) -> Iterator[TextIO]:
+    if output is None:
+        yield sys.stdout
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8", newline="\n") as stream:
+        yield stream
+
+
+def _write(answer: "TokenStream", out: TextIO, *, stream: bool) -> None:
+    """Write the text as it comes; whatever ends it, the last line is ended."""
+    last = ""
+    try:
+        for record in answer:
+            if record.text:
+                last = record.text
+                out.write(record.text)
+            if stream:
+                out.flush()
+    except KeyboardInterrupt:
+        answer.close()
+        raise
+    finally:
+        if last and not last.endswith("\n"):
+            out.write("\n")
+        out.flush()

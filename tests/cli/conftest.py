@@ -1,0 +1,52 @@
+"""The program with a session that has no model: in this process, or as another one."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from adapt_llm.cli import services
+from adapt_llm.cli.app import app
+
+SCRIPT = Path(__file__).with_name("fake_session.py")
+Invoke = Callable[..., tuple[int, str, str]]
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fake_session", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def fakes() -> ModuleType:
+    return _load()
+
+
+@pytest.fixture
+def adapt(monkeypatch: pytest.MonkeyPatch, fakes: ModuleType) -> Invoke:
+    """Run a command line; returns exit code, stdout and stderr."""
+    for name, fake in fakes.PATCHES.items():
+        monkeypatch.setattr(services, name, fake)
+
+    def invoke(*args: object, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, result.stderr
+
+    return invoke
+
+
+@pytest.fixture
+def program() -> list[str]:
+    """Return the beginning of a command line that runs the program in another process."""
+    return [sys.executable, str(SCRIPT)]
