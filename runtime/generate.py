@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..errors import AdaptError, UsageError
+from ..errors import AdaptError, ResourceError, UsageError
 from .cache import KVCache
 from .sampling import Sampler, Sampling
 from .stops import Stops, StreamedText
@@ -94,12 +94,18 @@ class PromptCache:
         return self.kv
 
     def _new(self, length: int, needed: int) -> KVCache:
+        kv = self._allocate(length)
+        return kv if isinstance(kv, _Growable) or self.capacity >= needed else self._allocate(needed)
+
+    def _allocate(self, length: int) -> KVCache:
         self.capacity = self._rounded(length)
-        kv = self._model.new_cache(1, self.capacity)
-        if not isinstance(kv, _Growable) and self.capacity < needed:
-            self.capacity = self._rounded(needed)
-            kv = self._model.new_cache(1, self.capacity)
-        return kv
+        try:
+            return self._model.new_cache(1, self.capacity)
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
+            raise ResourceError(
+                f"There is no memory for keys and values of {self.capacity} tokens",
+                "Lower --max-tokens or --ctx-size.",
+            ) from error
 
     def _rounded(self, length: int) -> int:
         return min(-(-length // _CAPACITY_STEP) * _CAPACITY_STEP, self.context_size)
@@ -139,6 +145,7 @@ def generate(
         sampling: how tokens are chosen.
         stops: what ends the text ("stop").
         cache: holds, after the last record, the prompt and all new tokens but the last (see `PromptCache`).
+            One stream at a time works on it.
         max_tokens: new tokens at most ("length"); None = as many as the context holds.
         cancelled: asked after each token; True ends the text with that token ("cancelled").
         row: number of this text among those of one seed.
@@ -147,6 +154,7 @@ def generate(
     Raises:
         UsageError: no prompt, or `max_tokens` below 1.
         AdaptError: the prompt does not fit in the context; while reading: the model's logits are broken.
+        ResourceError: while reading: no memory for the cache.
 
     """
     room = check_fits(len(ids), cache.context_size)

@@ -53,7 +53,7 @@ class Tokenizer:
         self.bos_token = _content(self.settings.get("bos_token"))
         self.eos_token = _content(self.settings.get("eos_token"))
         self.stop_ids = frozenset(eos_ids) | frozenset(self._ids_of((self.eos_token or "", *END_OF_TURN)))
-        self.pieces = piece_decoder(json.loads(backend.to_str())["decoder"])
+        self.pieces = piece_decoder(_decoder_settings(backend))
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -67,7 +67,7 @@ class Tokenizer:
         if not path.is_file():
             raise FormatError(f"{folder} has no tokenizer.json", "Convert the model again; conversion writes one.")
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise FormatError(f"{path} cannot be read as a tokenizer: {error}", "The file may be cut.") from error
         backend.no_truncation()
@@ -120,6 +120,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of ids."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def _decoder_settings(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    """`decoder` of tokenizer.json, without writing the whole vocabulary out with it."""
+    if backend.decoder is None:
+        return None
+    small = tokenizers.Tokenizer(tokenizers.models.BPE())
+    small.decoder = backend.decoder
+    return json.loads(small.to_str())["decoder"]
 
 
 def read_json(path: Path) -> dict[str, Any]:

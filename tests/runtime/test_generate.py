@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapt_llm.errors import AdaptError, UsageError
+from adapt_llm.errors import AdaptError, ResourceError, UsageError
 from adapt_llm.runtime.generate import PromptCache, generate
 from adapt_llm.runtime.sampling import Sampling
 from adapt_llm.runtime.stops import StopMatcher, Stops
@@ -211,6 +211,17 @@ def test_a_static_cache_that_is_too_small_is_replaced_and_filled_again() -> None
     assert text_of(stream) == "hi"
     assert stream.stats.reused_tokens == 0
     assert cache.ids == model.caches[-1].ids
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9 bytes")])
+def test_no_memory_for_the_cache_is_said_so(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise error
+
+    model = says("x")
+    monkeypatch.setattr(model, "new_cache", refuse)
+    with pytest.raises(ResourceError, match="keys and values of 64 tokens"):
+        list(run(model))
 
 
 def test_a_growing_cache_grows_as_needed_and_keeps_what_it_has() -> None:

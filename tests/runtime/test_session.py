@@ -2,13 +2,13 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from adapt_llm.errors import AdaptError, UsageError
-from adapt_llm.runtime import river
 from adapt_llm.runtime.chat_formats import BUILT_IN
 from adapt_llm.runtime.conversation import GenerationOptions
 from adapt_llm.runtime.options import SessionOptions
@@ -90,7 +90,7 @@ def test_two_system_texts_are_refused(tmp_path: Path) -> None:
 
 
 def test_memory_follows_the_request_not_the_model(tmp_path: Path) -> None:
-    model = FAKES.FakeModel(TOKENIZER, FAKES.echo)
+    model = FAKES.FakeModel(TOKENIZER, lambda _: "x")
     opened = session(folder(tmp_path), model, positions=131072)
     text_of(opened.complete("abc", OPTIONS))
     assert model.caches[-1].capacity == 128
@@ -132,7 +132,7 @@ def test_open_session_loads_the_model_of_the_bundle(
         loaded.append((bundle.path, options.tau))
         return FAKES.FakeModel(TOKENIZER, FAKES.echo)
 
-    monkeypatch.setattr(river, "load_river", load, raising=False)
+    monkeypatch.setitem(sys.modules, "adapt_llm.runtime.loading", SimpleNamespace(load_river=load))
     opened = open_session(bundle, SessionOptions(tau=0.9))
     assert loaded == [(bundle, 0.9)]
     assert opened.max_positions > 0

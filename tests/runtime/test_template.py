@@ -83,8 +83,10 @@ def test_built_in_formats_know_what_ends_an_answer_without_such_a_token(tmp_path
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "[{{ m.content }}]{% endfor %}",
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            "[{{ m.content }}]{% endfor %}"
+        ),
         "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% endif %}{% endfor %}",
     ],
     ids=["refuses", "drops"],
@@ -144,7 +146,8 @@ def test_rendering_agrees_with_transformers(tmp_path: Path) -> None:
     compile_template = pytest.importorskip("transformers.utils.chat_template_utils")._compile_jinja_template
     source = (
         "{%- for m in messages %}\n    {%- if not loop.first %}\n\n{% endif %}\n"
-        "  {{- '<' + m.role + '>' }}\n  {{ m.content | trim }}\n{%- endfor %}\n{% if add_generation_prompt %}<a>{% endif %}\n"
+        "  {{- '<' + m.role + '>' }}\n  {{ m.content | trim }}\n{%- endfor %}\n"
+        "{% if add_generation_prompt %}<a>{% endif %}\n"
     )
     messages = [SYSTEM, USER, ANSWER, {"role": "user", "content": " x \n"}]
     for prompt in (True, False):

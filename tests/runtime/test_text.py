@@ -1,6 +1,7 @@
 """Encoding with one BOS, the stop ids, and decoding token by token against decoding at once."""
 
 import json
+import random
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
+from adapt_llm.convert.source import open_source
 from adapt_llm.errors import FormatError
+from adapt_llm.runtime.template import Template
 from adapt_llm.runtime.text import IncrementalDecoder, Tokenizer
 
 HARD = [
@@ -75,7 +78,7 @@ def test_byte_level_pieces_join_to_the_decoded_text(text: str) -> None:
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 405), max_size=40), st.booleans())
 def test_any_byte_level_ids_join_to_what_decoding_at_once_gives(ids: list[int], skip: bool) -> None:
     tokenizer = Tokenizer(byte_level())
@@ -165,6 +168,25 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
     for _ in range(1000):
         decoder.push(70)
     assert calls == 1000
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct.gguf", "qwen2.5-coder-0.5b-instruct.gguf"])
+def test_real_vocabularies_stream_what_they_decode(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    for file, data in open_source(str(models[name])).text_files().items():
+        (tmp_path / file).write_bytes(data if isinstance(data, bytes) else data.read_bytes())
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.added_id("<|im_end|>") in tokenizer.stop_ids
+    text = " ".join(HARD) + "<|im_start|>user\n1234 def f(x):\n\treturn x**2  # ✓"
+    ids = tokenizer.encode(text)
+    assert "".join(stream(tokenizer, ids, skip_special_tokens=False)) == text
+    size, numbers = tokenizer.backend.get_vocab_size(), random.Random(0)
+    for _ in range(50):
+        ids = [numbers.randrange(size + 100) for _ in range(200)]
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    template = Template.from_folder(tmp_path, special_tokens=tokenizer.special_tokens, adds_bos=tokenizer.adds_bos)
+    rendered = template.render([{"role": "system", "content": "S"}, {"role": "user", "content": "똻"}])
+    assert rendered == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n똻<|im_end|>\n<|im_start|>assistant\n"
 
 
 def write(folder: Path, **files: object) -> Path:
