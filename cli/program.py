@@ -69,10 +69,10 @@ class Program(TyperGroup):
             self.add_command(TyperCommand(name, short_help=text, help=text), name)
 
     def get_params(self, ctx: Any) -> Any:  # noqa: ANN401 - Typer's types moved between versions
-        """Return the options; those for completion default to False, because Typer loads pydantic to read a None."""
+        """Return the options; Typer's own switches default to False, because Typer loads pydantic to read a None."""
         params = super().get_params(ctx)
         for param in params:
-            if param.name in {"install_completion", "show_completion"}:
+            if param.name in {"help", "install_completion", "show_completion"}:
                 param.default = False
         return params
 
