@@ -115,7 +115,7 @@ class KVCache:
     def check_room(self, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Raise UsageError unless `counts` tokens more fit behind `starts`, row by row."""
         if len(starts) != len(counts):
-            raise UsageError(f"A chunk of {len(counts)} rows does not fit a cache of {len(starts)}")
+            raise UsageError(f"A chunk with batch {len(counts)} does not fit a cache with batch {len(starts)}")
         needed = max(start + count for start, count in zip(starts, counts, strict=True))
         if needed > self.capacity:
             raise UsageError(

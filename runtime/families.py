@@ -75,7 +75,7 @@ class Family:
 
 
 _BIAS = "attention_bias"
-_QWEN: Mapping[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
+_QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _MINISTRAL3: Mapping[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -114,6 +114,7 @@ def read_config(config: Config) -> dict[str, Any]:
     _refuse_unknown_maths(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     head_dim = config.get("head_dim") or hidden // heads
+    positions = _size(config, "max_position_embeddings")
     layers, ropes = read_layers(config, family.windows, family.theta, head_dim)
     return {
         "family": name,
@@ -123,7 +124,7 @@ def read_config(config: Config) -> dict[str, Any]:
         "num_kv_heads": _kv_heads(config, heads),
         "head_dim": head_dim,
         "vocab_size": _size(config, "vocab_size"),
-        "max_positions": _size(config, "max_position_embeddings"),
+        "max_positions": positions,
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "activation": _activation(config, family),
         "norm_offset": family.gemma,

@@ -212,7 +212,8 @@ class Rotary:
     def _tabulated(self, stop: int, length: int) -> Tensor:
         regime = self.spec.regime(length)
         if regime != self._regime or self._table.shape[1] < stop:
-            grown = stop if self.spec.kind == "dynamic" else 256 * math.ceil(stop * 1.5 / 256)
+            spare = max(256, min(stop * 3 // 2, self.spec.max_positions))
+            grown = stop if self.spec.kind == "dynamic" else max(stop, spare)
             self._table, self._regime = self._compute(grown, length), regime
         return self._table
 

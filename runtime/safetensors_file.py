@@ -5,6 +5,7 @@ Reads the header itself, to say exactly what is wrong with a damaged file. Knows
 
 import json
 import mmap
+import operator
 import struct
 import warnings
 from collections.abc import Collection, Mapping
@@ -133,7 +134,7 @@ def _map(path: Path) -> tuple[mmap.mmap, Tensor]:
 def _entry(path: Path, name: str, item: Any) -> tuple[TensorInfo, int, int]:  # noqa: ANN401 - JSON from outside
     try:
         dtype, shape, (begin, stop) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-        info = TensorInfo(shape, DTYPES[dtype])
+        info = TensorInfo(tuple(map(operator.index, shape)), DTYPES[dtype])
         sound = begin >= 0 and stop - begin == info.nbytes
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{path.name} describes {name} in a way this program cannot read", str(error)) from error

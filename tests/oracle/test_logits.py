@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -40,11 +41,11 @@ def forward(
 
 
 @pytest.fixture
-def model(case: str, tiny_model: Callable) -> object:
+def model(case: str, tiny_model: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a TinyModel, loaded by path
     return tiny_model(case)
 
 
-def test_uncached(model, tiny) -> None:
+def test_uncached(model: Any, tiny: ModuleType) -> None:
     ids = tiny.random_ids(2, LENGTH)
     torch.testing.assert_close(forward(model.decoder, ids, None), model.expected(ids), **TOLERANCE)
 
@@ -52,7 +53,7 @@ def test_uncached(model, tiny) -> None:
 @pytest.mark.parametrize(
     "chunks", [[LENGTH], [1] * LENGTH, [5, 1, 9, 2, 4], [11, 10]], ids=["whole", "token", "mixed", "half"]
 )
-def test_cached_in_chunks(model, tiny, chunks: list[int]) -> None:
+def test_cached_in_chunks(model: Any, tiny: ModuleType, chunks: list[int]) -> None:
     ids = tiny.random_ids(2, LENGTH)
     cache = model.decoder.new_cache(2, LENGTH)
     logits = torch.cat([forward(model.decoder, part, cache) for part in ids.split(chunks, 1)], 1)
@@ -60,7 +61,7 @@ def test_cached_in_chunks(model, tiny, chunks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("batch", [2, 3])  # 2 is the number of key-value heads: a transposed cache would go unnoticed
-def test_ragged_rows(model, tiny, batch: int) -> None:
+def test_ragged_rows(model: Any, tiny: ModuleType, batch: int) -> None:
     """Each row of a ragged batch is what it is alone: prompts of unequal length, then tokens, one row pausing."""
     ids = tiny.random_ids(batch, LENGTH)
     lengths = [13, 4, 9][:batch]
@@ -77,16 +78,19 @@ def test_ragged_rows(model, tiny, batch: int) -> None:
         counts[0] = 0 if count == 3 else count
         width = max(counts)
         chunk = torch.stack(
-            [torch.cat((row[n : n + c], row.new_zeros(width - c))) for row, n, c in zip(ids, lengths, counts)]
+            [
+                torch.cat((row[n : n + c], row.new_zeros(width - c)))
+                for row, n, c in zip(ids, lengths, counts, strict=True)
+            ]
         )
         logits = forward(model.decoder, chunk, cache, counts)
-        for row, (n, c) in enumerate(zip(lengths, counts)):
+        for row, (n, c) in enumerate(zip(lengths, counts, strict=True)):
             torch.testing.assert_close(logits[row, :c], expected[row, n : n + c], **TOLERANCE)
-        lengths = [n + c for n, c in zip(lengths, counts)]
+        lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
         assert cache.lengths[0] == tuple(lengths)
 
 
-def test_rolled_back(model, tiny) -> None:
+def test_rolled_back(model: Any, tiny: ModuleType) -> None:
     """Tokens that were taken back leave no trace."""
     ids = tiny.random_ids(1, LENGTH)
     cache = model.decoder.new_cache(1, LENGTH)
