@@ -4,6 +4,7 @@ import json
 import random
 from functools import cache
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 import tokenizers
@@ -179,7 +180,8 @@ def test_real_vocabularies_stream_what_they_decode(name: str, models: dict[str, 
     assert tokenizer.added_id("<|im_end|>") in tokenizer.stop_ids
     text = " ".join(HARD) + "<|im_start|>user\n1234 def f(x):\n\treturn x**2  # ✓"
     ids = tokenizer.encode(text)
-    assert "".join(stream(tokenizer, ids, skip_special_tokens=False)) == text
+    streamed = "".join(stream(tokenizer, ids, skip_special_tokens=False))
+    assert normalize("NFC", streamed) == normalize("NFC", text)  # Qwen's tokenizer composes what it reads
     size, numbers = tokenizer.backend.get_vocab_size(), random.Random(0)
     for _ in range(50):
         ids = [numbers.randrange(size + 100) for _ in range(200)]
