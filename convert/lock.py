@@ -49,6 +49,11 @@ class FolderLock:
         except FileNotFoundError:
             return False
 
+    @property
+    def held(self) -> bool:
+        """Whether it was not released yet."""
+        return self._handle is not None
+
     def release(self, *, remove_if_empty: bool = False) -> None:
         """Let go; with `remove_if_empty` the folder goes too when nothing but the lock is in it."""
         if self._handle is None:

@@ -116,6 +116,9 @@ class Workspace:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._lock.held and not any(self._pieces.iterdir()) and not any(self._records.iterdir()):
+            self._clear()  # nothing to go on from
+            self._lock.release(remove_if_empty=True)
         self._lock.release()
 
     def _recover(self) -> None:
@@ -123,7 +126,10 @@ class Workspace:
         replaced = self.folder / "replaced"
         if not self.bundle.exists() and self.output.exists():
             self._clear()  # the output had its name already
-        elif replaced.is_dir() and not (self.output.is_dir() and any(self.output.iterdir())):
+        elif replaced.is_dir():
+            if self.output.is_dir() and any(self.output.iterdir()):
+                what = f"{replaced} holds what was at {self.output}, and something else is there now"
+                raise UsageError(what, "Move one of them away.")
             replaced.rename(self.output)
 
     def _prepare(self, fingerprint: dict[str, Any], *, force: bool, resume: bool | None) -> None:

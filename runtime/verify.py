@@ -92,8 +92,10 @@ def _files(path: Path, manifest: Manifest, reporter: Reporter) -> Iterator[Probl
                 yield Problem(name, what)
             task.advance(record.bytes)
     known = {MANIFEST_NAME, *manifest.files}
-    found = (item.relative_to(path).as_posix() for item in path.rglob("*") if not item.is_dir())
-    for name in sorted(name for name in found if name not in known):
+    found = (item.relative_to(path) for item in path.rglob("*") if not item.is_dir())
+    # Hidden files (.gitattributes, the Hub's .cache) come with being stored somewhere; nothing here reads them.
+    plain = (item.as_posix() for item in found if not any(part.startswith(".") for part in item.parts))
+    for name in sorted(name for name in plain if name not in known):
         yield Problem(name, "is not in the manifest")
 
 

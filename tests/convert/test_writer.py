@@ -243,6 +243,29 @@ def test_a_kill_in_the_middle_of_replacing_loses_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_output_put_aside_is_never_thrown_away(tmp_path: Path) -> None:
+    """A machine stopped between the two renames, then somebody wrote a new output by hand."""
+    output = tmp_path / "out"
+    with w.Workspace(output, PRINT) as work:
+        work.write_note("kl", 1)
+    (work.folder / "replaced").mkdir()
+    (work.folder / "replaced" / "old").touch()
+    output.mkdir()
+    (output / "mine").touch()
+    with pytest.raises(UsageError, match="Move one of them away"):
+        w.Workspace(output, PRINT, force=True, resume=False)
+    (output / "mine").unlink()
+    with pytest.raises(UsageError, match="not empty"):
+        w.Workspace(output, PRINT)
+    assert (output / "old").exists()
+
+
+def test_a_start_that_finishes_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), w.Workspace(tmp_path / "out", PRINT):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with w.Workspace(tmp_path / "out", PRINT) as work:
         with pytest.raises(UsageError, match=f"Process {os.getpid()} is at work in"):

@@ -64,6 +64,7 @@ def test_one_flipped_bit_in_any_file(copy: Path, name: str) -> None:
 def test_missing_extra_and_short_files(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     (copy / "stray.bin").write_bytes(b"x")
+    (copy / ".gitattributes").write_bytes(b"x")
     (copy / "README.md").write_text("x", encoding="utf-8")
     assert set(whats(verify(copy, reporter=QUIET))) == {
         ("tokenizer.json", "is missing"),
