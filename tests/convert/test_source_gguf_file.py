@@ -81,6 +81,15 @@ def test_vectors_keep_their_precision(tmp_path: Path) -> None:
     assert torch.equal(file.read("norm.weight"), torch.from_numpy(values))
 
 
+def test_a_released_tensor_can_be_read_again(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(300, 64)).astype(np.float32)
+    file = open_gguf(write(tmp_path / "m.gguf", lambda w: w.add_tensor("a", values)))
+    first = file.read("a")
+    file.release("a")
+    assert same(first, torch.from_numpy(values).bfloat16())
+    assert same(first, file.read("a"))
+
+
 def test_metadata_of_every_kind(tmp_path: Path) -> None:
     def fill(writer: GGUFWriter) -> None:
         writer.add_string("s", "ü한")

@@ -42,10 +42,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
+PHI4_MINI = {
+    "rope_scaling": LONGROPE,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "tie_word_embeddings": True,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
 # architecture, transformers model type, config beside SIZES, tied
@@ -56,25 +63,12 @@ CASES = [
     ("llama", "mistral", {"sliding_window": None, "head_dim": 32}),
     ("smollm3", "smollm3", {"tie_word_embeddings": True, "rope_theta": 5e6}),
     ("qwen2", "qwen2", {"tie_word_embeddings": False}),
-    (
-        "qwen2",
-        "qwen2",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-    ),
+    ("qwen2", "qwen2", {"rope_scaling": YARN}),
     ("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     ("gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     ("gemma3", "gemma3_text", GEMMA),
     ("phi3", "phi3", {"sliding_window": 32}),
-    (
-        "phi3",
-        "phi3",
-        {
-            "rope_scaling": LONGROPE,
-            "partial_rotary_factor": 0.75,
-            "original_max_position_embeddings": 64,
-            "tie_word_embeddings": True,
-        },
-    ),
+    ("phi3", "phi3", PHI4_MINI),
 ]
 IDS = [f"{index}-{case[1]}" for index, case in enumerate(CASES)]
 
@@ -258,9 +252,8 @@ def test_a_tied_matrix_stored_twice_keeps_the_better_copy(
 @pytest.mark.parametrize("head_type", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0])
 def test_two_matrices_that_differ_stay_two(tmp_path: Path, head_type: GGMLQuantizationType) -> None:
     rng = np.random.default_rng(0)
-    embedding = rng.normal(size=(96, 64)).astype(np.float32)
-    related = (embedding + rng.normal(size=(96, 64))).astype(np.float32)  # correlates by 0.7
-    source = _two_matrices(tmp_path / "m.gguf", embedding, related, head_type)
+    embedding, noise = (rng.normal(size=(96, 64)).astype(np.float32) for _ in range(2))
+    source = _two_matrices(tmp_path / "m.gguf", embedding, embedding + noise, head_type)  # correlate by 0.7
     assert source.config["tie_word_embeddings"] is False
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(source.store.names())
     assert source.reporter.said == []
