@@ -15,7 +15,11 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #ifdef __clang__
 #include <immintrin.h>
+#ifdef BF16_DOT
 #pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512bf16"))), apply_to = function)
+#else
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw"))), apply_to = function)
+#endif
 #else
 #pragma GCC push_options
 #ifdef BF16_DOT
@@ -34,62 +38,55 @@ static inline V zero(void) { return _mm512_setzero_ps(); }
 static inline V splat(float value) { return _mm512_set1_ps(value); }
 static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 static inline V scale_add(V scale, V a, V b) { return _mm512_fmadd_ps(scale, a, b); }
-static inline V remove(V a, V b, V c) { return _mm512_fnmadd_ps(b, c, a); } /* a - b c */
 static inline V load_floats(const float *from) { return _mm512_loadu_ps(from); }
 static inline void store_floats(float *to, V value) { _mm512_storeu_ps(to, value); }
 static inline W load_words(const void *from) { return _mm512_loadu_si512(from); }
 static inline float sum(V value) { return _mm512_reduce_add_ps(value); }
 
 #ifdef BF16_DOT
-#define X_BYTES 2
-typedef W X;
+#define HALVES 1
+#define ODD_EXCESS 0.0f
+typedef W O;
 
-static inline V dot(V acc, W words, X x) { return _mm512_dpbf16_ps(acc, (__m512bh)words, (__m512bh)x); }
-static inline X load_x(const char *from) { return load_words(from); }
+static inline V multiply_add(O w, O x, V acc) { return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)x); }
+static inline O load_operand(const char *from) { return _mm512_loadu_si512(from); }
+static inline void store_operand(char *to, O value) { _mm512_storeu_si512(to, value); }
+static inline O operand(W words, const int half) { return (void)half, words; }
+static inline O code_operand(W words, const int half) { return (void)half, words; }
 
-static inline X broadcast_x(const char *from) {
+static inline O broadcast(const char *from) {
     int pair;
     memcpy(&pair, from, sizeof pair);
     return _mm512_set1_epi32(pair);
 }
 
-static void NAME(prepare_step)(const uint16_t *step, char *to) { memcpy(to, step, 2 * LANES * X_BYTES); }
-static inline void NAME(prepare_pair)(const uint16_t *pair, char *to) { memcpy(to, pair, 2 * X_BYTES); }
+static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) { (void)step, memcpy(to, pair, 4); }
+
 static int NAME(supported)(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512bf16");
 }
 #else
-#define X_BYTES 4
-typedef struct {
-    V even, odd;
-} X;
+#define HALVES 2
+#define ODD_EXCESS ((0x4300 - 128) / 65536.0f)
+typedef V O;
 
-static inline V dot(V acc, W words, X x) {
-    acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), x.even, acc);
-    W high = _mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000));
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(high), x.odd, acc);
+static inline V multiply_add(O w, O x, V acc) { return _mm512_fmadd_ps(w, x, acc); }
+static inline O load_operand(const char *from) { return _mm512_loadu_ps(from); }
+static inline void store_operand(char *to, O value) { _mm512_storeu_ps(to, value); }
+static inline O broadcast(const char *from) { return _mm512_set1_ps(*(const float *)from); }
+
+static inline O operand(W words, const int half) {
+    if (half) return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
-static inline X load_x(const char *from) {
-    return (X){_mm512_loadu_ps((const float *)from), _mm512_loadu_ps((const float *)from + LANES)};
-}
+static inline O code_operand(W words, const int half) { return half ? _mm512_castsi512_ps(words) : operand(words, 0); }
 
-static inline X broadcast_x(const char *from) {
-    return (X){_mm512_set1_ps(((const float *)from)[0]), _mm512_set1_ps(((const float *)from)[1])};
-}
-
-static void NAME(prepare_step)(const uint16_t *step, char *to) {
-    float *x = (float *)to;
-    for (int i = 0; i < LANES; i++) {
-        x[i] = bf16_to_float(step[2 * i]);
-        x[LANES + i] = bf16_to_float(step[2 * i + 1]);
-    }
-}
-
-static inline void NAME(prepare_pair)(const uint16_t *pair, char *to) {
-    ((float *)to)[0] = bf16_to_float(pair[0]);
-    ((float *)to)[1] = bf16_to_float(pair[1]);
+static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) {
+    float odd = bf16_to_float(pair[1]), even = bf16_to_float(pair[0]) - odd * (1.0f / 65536.0f);
+    memcpy(to, &even, sizeof even);
+    memcpy(to + step, &odd, sizeof odd);
 }
 
 static int NAME(supported)(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
@@ -109,8 +106,10 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
+#define DENSE_BLOCK 8
 #define DENSE_CASES \
     CASE(1, 1, 4) CASE(2, 2, 2) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1) CASE(6, 2, 1) CASE(7, 2, 1) CASE(8, 2, 1)
+#define INT4_BLOCK 8
 #define INT4_CASES \
     CASE(1, 1, 4) CASE(2, 1, 4) CASE(3, 1, 2) CASE(4, 1, 2) CASE(5, 1, 2) CASE(6, 1, 1) CASE(7, 1, 1) CASE(8, 1, 1)
 #include "products.h"

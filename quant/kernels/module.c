@@ -39,8 +39,9 @@ static void run_chunk(Job *job, int64_t chunk) {
     int part = 0;
     while (chunk >= job->ends[part]) part++;
     int64_t first = (chunk - (part ? job->ends[part - 1] : 0)) * job->step;
-    for (int64_t m = 0; m < job->M; m += BLOCK) {
-        int rows = (int)least(BLOCK, job->M - m);
+    int64_t block = block_rows(job->M, job->parts ? job->isa->dense_block : job->isa->int4_block);
+    for (int64_t m = 0; m < job->M; m += block) {
+        int rows = (int)least(block, job->M - m);
         if (job->parts) {
             const Dense *d = &job->dense[part];
             job->isa->dense_rows(d, job->K, job->xs, m, rows, first, least(d->n, first + job->step));
@@ -75,48 +76,40 @@ static void run(Job *job, int64_t bytes) {
     else work(job);
 }
 
-/* sums [G, rows] of each block of rows of x. */
-static void group_sums(const Job *job, int64_t groups) {
-    int64_t width = job->K / groups;
-    float *to = job->sums;
-    for (int64_t m0 = 0; m0 < job->M; m0 += BLOCK)
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t m = m0; m < least(job->M, m0 + BLOCK); m++) {
-                const uint16_t *x = job->x + m * job->K + g * width;
-                float part[LINE_INPUTS] = {0};
-                for (int64_t k = 0; k < width; k += LINE_INPUTS)
-                    for (int i = 0; i < LINE_INPUTS; i++) part[i] += bf16_to_float(x[k + i]);
-                *to++ = ((part[0] + part[4]) + (part[1] + part[5])) + ((part[2] + part[6]) + (part[3] + part[7]));
-            }
+/* Room for the prepared x, at the start of a cache line: loads that cross one cost twice. `*block` is to be freed. */
+static void *room(size_t bytes, void **block) {
+    *block = malloc(bytes + LINE);
+    return *block ? (void *)(((uintptr_t)*block + LINE - 1) / LINE * LINE) : NULL;
 }
 
 static int run_dense(Job *job) {
+    void *block;
     int64_t rows = 0, chunks = 0;
     for (int i = 0; i < job->parts; i++) rows += job->dense[i].n;
     job->step = rows_per_chunk(rows, 2 * job->K, job->threads, 4);
     for (int i = 0; i < job->parts; i++) job->ends[i] = chunks += ceil_div(job->dense[i].n, job->step);
     job->chunks = chunks;
-    job->xs = malloc(job->isa->dense_bytes(job->M, job->K));
-    if (!job->xs) return 0;
+    job->xs = room(job->isa->dense_bytes(job->M, job->K), &block);
+    if (!block) return 0;
     job->isa->dense_prepare(job->x, job->M, job->K, job->xs);
     run(job, rows * job->K * 2);
-    free(job->xs);
+    free(block);
     return 1;
 }
 
 static int run_int4(Job *job) {
+    void *block;
     const Int4 *p = &job->int4;
     int64_t tile = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
     job->step = rows_per_chunk(p->n, ceil_div(tile, TILE), job->threads, TILE);
     job->ends[0] = job->chunks = ceil_div(p->n, job->step);
     size_t bytes = job->isa->int4_bytes(job->M, job->K);
-    job->xs = malloc(bytes + (size_t)(job->M * p->groups) * sizeof(float));
-    if (!job->xs) return 0;
+    job->xs = room(bytes + (size_t)(job->M * p->groups) * 2 * sizeof(float), &block);
+    if (!block) return 0;
     job->sums = (float *)((char *)job->xs + bytes);
-    job->isa->int4_prepare(job->x, job->M, job->K, job->xs);
-    group_sums(job, p->groups);
+    job->isa->int4_prepare(job->x, job->M, job->K, p->groups, job->xs, job->sums);
     run(job, ceil_div(p->n, TILE) * tile);
-    free(job->xs);
+    free(block);
     return 1;
 }
 

@@ -13,7 +13,7 @@ enum {
     TILE = 16,       /* rows of a 4-bit tile */
     LINE = 64,       /* bytes of a tile that hold 8 inputs of its 16 rows */
     LINE_INPUTS = 8,
-    BLOCK = 8,       /* rows of x that one pass over the weights serves */
+    BLOCK = 8,       /* rows of x that one pass over the weights can serve at most */
 };
 
 /* One bf16 matrix [n, K], row-major, and where its product goes. */
@@ -35,17 +35,25 @@ typedef struct {
 } Int4;
 
 /* An instruction set. `prepare_*` lay x [M, K] out for the products; each product serves rows [first, last) of the
- * weights (a multiple of TILE for int4) for `rows` <= BLOCK rows of x from row m0 on. */
+ * weights (a multiple of TILE for int4) for `rows` <= BLOCK rows of x from row m0 on. `sums` has two floats for each
+ * group and row of x: what the zero point multiplies, and what the instruction set wants subtracted besides. */
 typedef struct {
     const char *name;
     int (*supported)(void);
+    int dense_block, int4_block; /* rows of x in one pass, at most */
     size_t (*dense_bytes)(int64_t M, int64_t K);
     void (*dense_prepare)(const uint16_t *x, int64_t M, int64_t K, void *xs);
     void (*dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t m0, int rows, int64_t first, int64_t last);
     size_t (*int4_bytes)(int64_t M, int64_t K);
-    void (*int4_prepare)(const uint16_t *x, int64_t M, int64_t K, void *xs);
+    void (*int4_prepare)(const uint16_t *x, int64_t M, int64_t K, int64_t groups, void *xs, float *sums);
     void (*int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first, int64_t last);
 } Isa;
+
+/* M rows in passes of at most `widest`, as equal as can be. */
+static inline int64_t block_rows(int64_t M, int64_t widest) {
+    int64_t passes = (M + widest - 1) / widest;
+    return (M + passes - 1) / passes;
+}
 
 extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16;
 

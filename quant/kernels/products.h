@@ -1,68 +1,82 @@
 /* The two products, written once for every vector width; avx2.c and avx512.c give the few operations and include it.
  *
- * Wanted from the includer: NAME(x); LANES; types V (LANES floats), W (LANES 32-bit words, each a pair of bf16
- * values) and X (what one pair of inputs of x is multiplied from); X_BYTES, the bytes of one prepared value; and
- * zero, add, scale_add, sum, load_words, dot, load_x, broadcast_x, low_codes, high_codes, spread, parameters, splat,
- * remove, load_floats, store_floats.
+ * Wanted from the includer: NAME(x); LANES; types V (LANES floats), W (LANES words of 32 bits, each a pair of bf16
+ * values), O (what a pair is multiplied as) and HALVES: 2 where O holds the even or the odd values of the pairs as
+ * floats, 1 where O is the pairs themselves. x is prepared as elements of 4 bytes of that kind. The operations: zero,
+ * add, scale_add, splat, sum, load_floats, store_floats, load_words, load_operand, store_operand, broadcast,
+ * operand, code_operand, multiply_add, low_codes, high_codes, spread, parameters, prepare_pair.
  *
  * 4-bit codes are never converted to floating point: a code q beside the byte 0x43 is the bf16 number 128 + q. The
  * 128 leaves again with the zero point, through the sum of x over the group:
  *     y_n = sum_g s_ng (sum_k x_k (128 + q_nk) - (128 + z_ng) sum_k x_k).
+ * Read as one float, a pair (low, high) of such numbers is 128 + high + (0x4300 + low) / 65536: the high code needs no
+ * masking when x_even is prepared as x_even - x_odd / 65536 and the rest, x_odd (0x4300 - 128) / 65536, leaves with
+ * the 128.
  */
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { PAIRS = LANES, STEP = 2 * LANES, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024 };
+enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024 };
 
-/* ---- bf16: x is stored per row in the order of dot(): STEP values at a time, padded with zeros ---- */
+/* ---- bf16: x is stored per block of rows as [STEP inputs][row][half][lane], padded with zeros ---- */
 
-static int64_t NAME(padded)(int64_t K) { return (K + STEP - 1) / STEP * STEP; }
+static int64_t NAME(steps)(int64_t K) { return (K + STEP - 1) / STEP; }
 
-static size_t NAME(dense_bytes)(int64_t M, int64_t K) { return (size_t)(M * NAME(padded)(K) * X_BYTES); }
+static size_t NAME(dense_bytes)(int64_t M, int64_t K) { return (size_t)(M * NAME(steps)(K) * STEP_BYTES); }
 
 static void NAME(dense_prepare)(const uint16_t *x, int64_t M, int64_t K, void *xs) {
     char *to = xs;
-    for (int64_t m = 0; m < M; m++)
-        for (int64_t k = 0; k < K; k += STEP, to += STEP * X_BYTES) {
-            uint16_t step[STEP] = {0};
-            memcpy(step, x + m * K + k, sizeof(uint16_t) * (size_t)(K - k < STEP ? K - k : STEP));
-            NAME(prepare_step)(step, to);
+    int64_t block = block_rows(M, DENSE_BLOCK);
+    for (int64_t m0 = 0; m0 < M; m0 += block)
+        for (int64_t k = 0; k < K; k += STEP)
+            for (int64_t m = m0; m < M && m < m0 + block; m++, to += STEP_BYTES) {
+                uint16_t step[STEP] = {0};
+                const uint16_t *from = x + m * K + k;
+                if (K - k < STEP) from = memcpy(step, from, sizeof(uint16_t) * (size_t)(K - k));
+                UNROLL for (int h = 0; h < HALVES; h++)
+                    store_operand(to + h * 4 * LANES, operand(load_words(from), h));
+            }
+}
+
+/* acc[r][m] += w[r] . x[m] over one step. */
+INLINE void NAME(step)(V acc[4][BLOCK], const W words[4], const char *x, const int R, const int M) {
+    UNROLL for (int h = 0; h < HALVES; h++) {
+        O w[4];
+        UNROLL for (int r = 0; r < R; r++) w[r] = operand(words[r], h);
+        UNROLL for (int m = 0; m < M; m++) {
+            O value = load_operand(x + m * STEP_BYTES + h * 4 * LANES);
+            UNROLL for (int r = 0; r < R; r++) acc[r][m] = multiply_add(w[r], value, acc[r][m]);
         }
+    }
 }
 
 /* sums[m][r] (+)= x[m] . w[r] over `count` inputs. R, M and U are constants at each call: U steps have their own
  * accumulators so that additions do not wait for one another. */
-INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char *xs, int64_t ldx, float *sums,
-                       int more, const int R, const int M, const int U) {
-    V acc[8][4][BLOCK];
+INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, float *sums, int more, const int R,
+                       const int M, const int U) {
+    V acc[4][4][BLOCK];
+    W words[4];
     UNROLL for (int u = 0; u < U; u++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++)
         acc[u][r][m] = zero();
     int64_t k = 0;
     for (; k + U * STEP <= count; k += U * STEP)
-        UNROLL for (int u = 0; u < U; u++) {
-            W words[4];
+        UNROLL for (int u = 0; u < U; u++, x += M * STEP_BYTES) {
             UNROLL for (int r = 0; r < R; r++) {
-                __builtin_prefetch((const char *)(w + r * ldw + k + u * STEP) + AHEAD);
-                words[r] = load_words(w + r * ldw + k + u * STEP);
+                const uint16_t *from = w + r * ldw + k + u * STEP;
+                __builtin_prefetch((const char *)from + AHEAD);
+                words[r] = load_words(from);
             }
-            UNROLL for (int m = 0; m < M; m++) {
-                X x = load_x(xs + m * ldx + (k + u * STEP) * X_BYTES);
-                UNROLL for (int r = 0; r < R; r++) acc[u][r][m] = dot(acc[u][r][m], words[r], x);
-            }
+            NAME(step)(acc[u], words, x, R, M);
         }
-    for (; k < count; k += STEP)
+    for (; k < count; k += STEP, x += M * STEP_BYTES) {
         UNROLL for (int r = 0; r < R; r++) {
-            W words;
-            if (k + STEP <= count) {
-                words = load_words(w + r * ldw + k);
-            } else {
-                uint16_t step[STEP] = {0};
-                memcpy(step, w + r * ldw + k, sizeof(uint16_t) * (size_t)(count - k));
-                words = load_words(step);
-            }
-            UNROLL for (int m = 0; m < M; m++)
-                acc[0][r][m] = dot(acc[0][r][m], words, load_x(xs + m * ldx + k * X_BYTES));
+            uint16_t step[STEP] = {0};
+            const uint16_t *from = w + r * ldw + k;
+            if (count - k < STEP) from = memcpy(step, from, sizeof(uint16_t) * (size_t)(count - k));
+            words[r] = load_words(from);
         }
+        NAME(step)(acc[0], words, x, R, M);
+    }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++) {
         V total = acc[0][r][m];
         UNROLL for (int u = 1; u < U; u++) total = add(total, acc[u][r][m]);
@@ -71,29 +85,29 @@ INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char
 }
 
 /* Rows of one strip, over inputs [k0, k0 + count). */
-INLINE void NAME(strip)(const uint16_t *w, int64_t ldw, int64_t count, const char *xs, int64_t ldx, float *sums,
-                        int more, int height, const int R, const int M, const int U) {
+INLINE void NAME(strip)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, float *sums, int more, int height,
+                        const int R, const int M, const int U) {
     int r = 0;
-    for (; r + R <= height; r += R) NAME(dots)(w + r * ldw, ldw, count, xs, ldx, sums + r, more, R, M, U);
-    for (; r < height; r++) NAME(dots)(w + r * ldw, ldw, count, xs, ldx, sums + r, more, 1, M, U);
+    for (; r + R <= height; r += R) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, R, M, U);
+    for (; r < height; r++) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, 1, M, U);
 }
 
 static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t m0, int rows, int64_t first,
                              int64_t last) {
-    int64_t ldx = NAME(padded)(K) * X_BYTES;
+    int64_t steps = NAME(steps)(K), bytes = rows * STEP_BYTES;
     /* The part of x in use stays in the first-level cache. */
-    int64_t parts = (rows * ldx + 20479) / 20480, width = NAME(padded)((K + parts - 1) / parts);
+    int64_t parts = (steps * bytes + 20479) / 20480, width = (steps + parts - 1) / parts * STEP;
     for (int64_t n = first; n < last; n += STRIP) {
         int height = (int)(last - n < STRIP ? last - n : STRIP);
         float sums[BLOCK * STRIP];
         for (int64_t k = 0; k < K; k += width) {
             const uint16_t *w = d->w + n * K + k;
-            const char *x = (const char *)xs + m0 * ldx + k * X_BYTES;
+            const char *x = (const char *)xs + m0 * steps * STEP_BYTES + k / STEP * bytes;
             int64_t count = K - k < width ? K - k : width;
             switch (rows) {
 #define CASE(M, R, U) \
     case M: \
-        NAME(strip)(w, K, count, x, ldx, sums, k > 0, height, R, M, U); \
+        NAME(strip)(w, K, count, x, sums, k > 0, height, R, M, U); \
         break;
                 DENSE_CASES
 #undef CASE
@@ -103,28 +117,59 @@ static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t 
     }
 }
 
-/* ---- int4: x is stored per block of rows, a pair of inputs at a time: [K / 2][rows] ---- */
+/* ---- int4: x is stored per block of rows as [pair of inputs][half][row], elements of 4 bytes ---- */
 
-static size_t NAME(int4_bytes)(int64_t M, int64_t K) { return (size_t)(M * K * X_BYTES); }
+enum { PAIR_BYTES = HALVES * 4 };
 
-static void NAME(int4_prepare)(const uint16_t *x, int64_t M, int64_t K, void *xs) {
+static size_t NAME(int4_bytes)(int64_t M, int64_t K) { return (size_t)(M * K / 2 * PAIR_BYTES); }
+
+/* For one group the sum of x, and what the 128 and the unmasked high codes add to its dot products; both negative. */
+static void NAME(group_sums)(const uint16_t *x, int64_t width, float *to) {
+    float even[4] = {0}, odd[4] = {0};
+    for (int64_t k = 0; k < width; k += LINE_INPUTS)
+        for (int i = 0; i < 4; i++) {
+            even[i] += bf16_to_float(x[k + 2 * i]);
+            odd[i] += bf16_to_float(x[k + 2 * i + 1]);
+        }
+    float odds = (odd[0] + odd[1]) + (odd[2] + odd[3]), evens = (even[0] + even[1]) + (even[2] + even[3]);
+    to[0] = -(evens + odds);
+    to[1] = 128.0f * to[0] - ODD_EXCESS * odds;
+}
+
+INLINE void NAME(prepare_block)(const uint16_t *x, int64_t K, char *to, const int64_t rows) {
+    for (int64_t k = 0; k < K; k += 2, to += PAIR_BYTES * rows)
+        for (int64_t m = 0; m < rows; m++) prepare_pair(x + m * K + k, to + 4 * m, 4 * rows);
+}
+
+static void NAME(int4_prepare)(const uint16_t *x, int64_t M, int64_t K, int64_t groups, void *xs, float *sums) {
     char *to = xs;
-    for (int64_t m0 = 0; m0 < M; m0 += BLOCK) {
-        int64_t end = M - m0 < BLOCK ? M : m0 + BLOCK;
-        for (int64_t k = 0; k < K; k += 2)
-            for (int64_t m = m0; m < end; m++, to += 2 * X_BYTES) NAME(prepare_pair)(x + m * K + k, to);
+    int64_t block = block_rows(M, INT4_BLOCK);
+    for (int64_t m0 = 0; m0 < M; m0 += block, x += block * K) {
+        int64_t rows = M - m0 < block ? M - m0 : block;
+        if (rows == 1) NAME(prepare_block)(x, K, to, 1);
+        else if (rows == 4) NAME(prepare_block)(x, K, to, 4);
+        else NAME(prepare_block)(x, K, to, rows);
+        to += K / 2 * PAIR_BYTES * rows;
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t m = 0; m < rows; m++, sums += 2)
+                NAME(group_sums)(x + m * K + g * (K / groups), K / groups, sums);
     }
 }
 
-/* One group of one tile: totals[m][16] += scale * (dots - (128 + zero) * sums). N vectors of the tile are worked on
+/* One group of one tile: totals[m][16] += scale * (dots - excess - zero * sum). N vectors of the tile are worked on
  * at once, with S accumulators for each. */
 INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *xs, const float *sums, float *totals,
                         const int M, const int N, const int S) {
     const uint8_t *codes = at + (wide ? 2 * LINE : LINE);
     UNROLL for (int v0 = 0; v0 < VECTORS; v0 += N) {
         V acc[4][VECTORS][BLOCK];
-        UNROLL for (int s = 0; s < S; s++) UNROLL for (int v = 0; v < N; v++) UNROLL for (int m = 0; m < M; m++)
-            acc[s][v][m] = zero();
+        UNROLL for (int v = 0; v < N; v++) {
+            V zero_point = parameters(at, wide, VECTORS + v0 + v);
+            UNROLL for (int m = 0; m < M; m++) {
+                acc[0][v][m] = scale_add(zero_point, splat(sums[2 * m]), splat(sums[2 * m + 1]));
+                UNROLL for (int s = 1; s < S; s++) acc[s][v][m] = zero();
+            }
+        }
         const char *xp = xs;
         for (int64_t l = 0; l < lines; l++) {
             const uint8_t *line = codes + l * LINE + v0 * 4 * LANES;
@@ -135,19 +180,24 @@ INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *
                     W raw = load_words(line + v * 4 * LANES);
                     words[v] = spread(pair < 2 ? low_codes(raw) : high_codes(raw), pair % 2);
                 }
-                UNROLL for (int m = 0; m < M; m++, xp += 2 * X_BYTES) {
-                    X x = broadcast_x(xp);
-                    UNROLL for (int v = 0; v < N; v++) acc[pair % S][v][m] = dot(acc[pair % S][v][m], words[v], x);
+                UNROLL for (int h = 0; h < HALVES; h++, xp += 4 * M) {
+                    O w[VECTORS];
+                    UNROLL for (int v = 0; v < N; v++) w[v] = code_operand(words[v], h);
+                    UNROLL for (int m = 0; m < M; m++) {
+                        O x = broadcast(xp + 4 * m);
+                        UNROLL for (int v = 0; v < N; v++)
+                            acc[pair % S][v][m] = multiply_add(w[v], x, acc[pair % S][v][m]);
+                    }
                 }
             }
         }
         UNROLL for (int v = 0; v < N; v++) {
-            V scale = parameters(at, wide, v0 + v), zero_point = add(parameters(at, wide, VECTORS + v0 + v), splat(128.0f));
+            V scale = parameters(at, wide, v0 + v);
             UNROLL for (int m = 0; m < M; m++) {
                 V total = acc[0][v][m];
                 UNROLL for (int s = 1; s < S; s++) total = add(total, acc[s][v][m]);
                 float *to = totals + m * TILE + (v0 + v) * LANES;
-                store_floats(to, scale_add(scale, remove(total, zero_point, splat(sums[m])), load_floats(to)));
+                store_floats(to, scale_add(scale, total, load_floats(to)));
             }
         }
     }
@@ -155,22 +205,22 @@ INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *
 
 INLINE void NAME(tile)(const Int4 *p, const uint8_t *at, const char *xs, const float *sums, float *totals, int wide,
                        const int M, const int N, const int S) {
-    int64_t bytes = (p->lines + (wide ? 2 : 1)) * LINE, width = p->lines * LINE_INPUTS * X_BYTES * M;
-    for (int64_t g = 0; g < p->groups; g++, at += bytes, xs += width, sums += M)
+    int64_t bytes = (p->lines + (wide ? 2 : 1)) * LINE, width = p->lines * LINE_INPUTS / 2 * PAIR_BYTES * M;
+    for (int64_t g = 0; g < p->groups; g++, at += bytes, xs += width, sums += 2 * M)
         NAME(group)(at, p->lines, wide, xs, sums, totals, M, N, S);
 }
 
 static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first,
                             int64_t last) {
     int64_t K = p->groups * p->lines * LINE_INPUTS, bytes = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
-    const char *x = (const char *)xs + m0 * K * X_BYTES;
+    const char *x = (const char *)xs + m0 * K / 2 * PAIR_BYTES;
     for (int64_t n = first; n < last; n += TILE) {
         float totals[BLOCK * TILE] = {0};
         const uint8_t *at = p->data + n / TILE * bytes;
         switch (rows) {
 #define CASE(M, N, S) \
     case M: \
-        NAME(tile)(p, at, x, sums + m0 * p->groups, totals, p->wide, M, N, S); \
+        NAME(tile)(p, at, x, sums + 2 * m0 * p->groups, totals, p->wide, M, N, S); \
         break;
             INT4_CASES
 #undef CASE
@@ -179,5 +229,7 @@ static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, in
     }
 }
 
-const Isa ISA_SYMBOL = {ISA_NAME,           NAME(supported),  NAME(dense_bytes),  NAME(dense_prepare),
-                        NAME(dense_rows),   NAME(int4_bytes), NAME(int4_prepare), NAME(int4_rows)};
+const Isa ISA_SYMBOL = {
+    ISA_NAME,         NAME(supported), DENSE_BLOCK,        INT4_BLOCK,      NAME(dense_bytes), NAME(dense_prepare),
+    NAME(dense_rows), NAME(int4_bytes), NAME(int4_prepare), NAME(int4_rows),
+};

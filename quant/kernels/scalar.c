@@ -11,6 +11,17 @@ static void prepare(const uint16_t *x, int64_t M, int64_t K, void *xs) {
     for (int64_t i = 0; i < M * K; i++) to[i] = bf16_to_float(x[i]);
 }
 
+static void int4_prepare(const uint16_t *x, int64_t M, int64_t K, int64_t groups, void *xs, float *sums) {
+    int64_t width = K / groups;
+    prepare(x, M, K, xs);
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t g = 0; g < groups; g++) {
+            float total = 0;
+            for (int64_t k = 0; k < width; k++) total += bf16_to_float(x[m * K + g * width + k]);
+            sums[2 * (m * groups + g)] = total;
+        }
+}
+
 static float dot(const uint16_t *w, const float *x, int64_t K) {
     float sums[8] = {0};
     int64_t k = 0;
@@ -67,11 +78,13 @@ static void int4_rows(const Int4 *p, const void *xs, const float *sums, int64_t 
                 group_dots(at + head, p->lines, x + g * width, dots);
                 for (int r = 0; r < TILE; r++)
                     totals[r] += parameter(at, p->wide, r) *
-                                 (dots[r] - parameter(at, p->wide, TILE + r) * sums[m0 * p->groups + g * rows + m]);
+                                 (dots[r] - parameter(at, p->wide, TILE + r) * sums[2 * ((m0 + m) * p->groups + g)]);
             }
             int64_t count = p->n - n < TILE ? p->n - n : TILE;
             store_rows(totals, TILE, 1, count, p->bias, p->out, p->n, m0 + m, n);
         }
 }
 
-const Isa adapt_isa_scalar = {"scalar", supported, x_bytes, prepare, dense_rows, x_bytes, prepare, int4_rows};
+const Isa adapt_isa_scalar = {
+    "scalar", supported, BLOCK, BLOCK, x_bytes, prepare, dense_rows, x_bytes, int4_prepare, int4_rows,
+};
