@@ -83,8 +83,9 @@ class PromptCache:
         """
         if self.kv is not None and isinstance(self.kv, _Growable):
             if length > self.capacity:
-                self.capacity = self._rounded(max(length, 2 * self.capacity))
-                self.kv.grow(self.capacity)
+                capacity = self._rounded(max(length, 2 * self.capacity))
+                self.kv.grow(capacity)
+                self.capacity = capacity
             return self.kv
         needed = self.context_size if self._whole else max(length, eventually)
         if self.kv is None or needed > self.capacity:
@@ -117,9 +118,9 @@ class PromptCache:
         """
         limit = min(len(self.ids), len(ids) - 1)
         kept = next((at for at in range(limit) if self.ids[at] != ids[at]), max(limit, 0))
+        del self.ids[kept:]  # first: an interrupt may leave the cache with more than `ids`, never with less
         if self.kv is not None:
             self.kv.truncate(kept)
-        del self.ids[kept:]
         return kept
 
 
