@@ -3,7 +3,6 @@
 The output is whole or absent. Knows the GPTQ layout's config, not how weights were quantised.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from .backbone import plan_backbone
 from .preflight import check_disk
 from .stream import Entry, entries_by_name, read_entries
 from .workspace import Workspace
-from .writer import hash_file, place_backbone, place_bytes, place_shards, place_text_files, write_piece
+from .writer import hash_file, json_bytes, place_backbone, place_bytes, place_shards, place_text_files, write_piece
 
 Format = Literal["gptq", "hf"]
 
@@ -83,8 +82,8 @@ def _gptq(bundle: Bundle, river: River, work: Workspace, reporter: Reporter) -> 
     quantization = _quantization_config(river, act_order=_has_act_order(bundle, river))
     text = {name: path for name, path in bundle.text_files.items() if name != "config.json"}
     place_text_files(work, dict(text))
-    place_bytes(work, "config.json", _json({**bundle.config, "quantization_config": quantization}))
-    place_bytes(work, "quantize_config.json", _json(quantization))
+    place_bytes(work, "config.json", json_bytes({**bundle.config, "quantization_config": quantization}))
+    place_bytes(work, "quantize_config.json", json_bytes(quantization))
     with reporter.task("Write the checkpoint", sum(entry.nbytes for entry in entries)) as task:
         place_shards(work, BACKBONE, entries, task.advance)
 
@@ -161,7 +160,3 @@ def _quantization_config(river: River, *, act_order: bool) -> dict[str, Any]:
         "pack_dtype": "int32",
         "meta": {"quantizer": [f"adapt:{__version__}"]},
     }
-
-
-def _json(data: object) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode("utf-8")

@@ -6,14 +6,17 @@ Knows tensors as bytes; what is computed, and when, is the recipe's business.
 
 import errno
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..runtime.bundle import Bundle
 from ..runtime.manifest import MANIFEST_NAME, Backbone, FileRecord, Manifest
 from ..runtime.progress import Reporter
 from .backbone import BackbonePlan
@@ -93,6 +96,20 @@ def place_text_files(work: Workspace, files: Mapping[str, bytes | Path]) -> None
         place_bytes(work, name, data if isinstance(data, bytes) else data.read_bytes())
 
 
+def place_configs(
+    work: Workspace, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, tied: bool
+) -> None:
+    """Put config.json, with the tie of the head as the tensors have it, and generation_config.json into the output."""
+    place_bytes(work, "config.json", json_bytes({**config, "tie_word_embeddings": tied}))
+    if generation_config is not None:
+        place_bytes(work, "generation_config.json", json_bytes(generation_config))
+
+
+def json_bytes(data: object) -> bytes:
+    """JSON as Hugging Face tools write it."""
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+
+
 def place_backbone(work: Workspace, plan: BackbonePlan, reporter: Reporter) -> Backbone:
     """Copy, link, refer to or rewrite the backbone as planned. Returns what the manifest says of it."""
     title = {"reference": "Check the backbone", "link": "Link the backbone"}.get(plan.mode, "Write the backbone")
@@ -136,10 +153,14 @@ def place_river(work: Workspace, pieces: Sequence[str], reporter: Reporter) -> N
 
 
 def seal(work: Workspace, manifest: Manifest) -> Path:
-    """Write the manifest with the records of all files, and give the output its name. Returns the output's path."""
+    """Write the manifest with the records of all files, and give the output its name. Returns the output's path.
+
+    Raises FormatError where the result is no bundle that opens (config.json missing, for one).
+    """
     whole = Manifest.model_validate({**manifest.model_dump(mode="json"), "files": work.files()})
     with whole_file(work.bundle / MANIFEST_NAME) as file:
         file.write(whole.dumps().encode("utf-8"))
+    Bundle.open(work.bundle)
     return work.publish()
 
 

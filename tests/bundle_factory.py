@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from adapt_llm.convert.backbone import plan_backbone
 from adapt_llm.convert.workspace import Workspace
-from adapt_llm.convert.writer import place_backbone, place_river, place_text_files, seal, write_piece
+from adapt_llm.convert.writer import place_backbone, place_configs, place_river, place_text_files, seal, write_piece
 from adapt_llm.quant.layout import Int4Matrix, pack, round_scale
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.manifest import Base, Manifest, Quality
@@ -50,7 +50,7 @@ def model_folder(folder: Path, *, shards: int = 2, extra_head: bool = False, **c
     """A Hugging Face folder with random bf16 weights; `extra_head` stores a head although it is tied."""
     folder.mkdir(parents=True)
     data = config(**changes)
-    (folder / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text('{"version": "1.0", "说": "안녕"}', encoding="utf-8")
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n", encoding="utf-8")
     shapes = dict(Architecture.from_config(data).tensors())
@@ -150,7 +150,8 @@ def bundle(
                 write_piece(work, piece, dict(exit_layer(arch, layer, float_zeros=float_zeros)))
         backbone = place_backbone(work, plan, reporter)
         place_river(work, pieces, reporter)
-        place_text_files(work, {n: source / n for n in ("config.json", "tokenizer.json", "README.md")})
+        place_text_files(work, {n: source / n for n in ("tokenizer.json", "README.md")})
+        place_configs(work, data, None, tied=arch.tied)
         method = river_settings(arch, float_zeros=float_zeros, quantizer="hqq" if float_zeros else "rtn")
         base = Base(id="example/tiny", revision=revision, config_sha256=SHA, index_sha256=SHA)
         return seal(work, manifest(arch, backbone=backbone, methods=(method,), base=base))
