@@ -86,6 +86,7 @@ static int run_dense(Job *job) {
     void *block;
     int64_t rows = 0, chunks = 0;
     for (int i = 0; i < job->parts; i++) rows += job->dense[i].n;
+    if (job->M < 1 || rows < 1) return 1;
     job->step = rows_per_chunk(rows, 2 * job->K, job->threads, 4);
     for (int i = 0; i < job->parts; i++) job->ends[i] = chunks += ceil_div(job->dense[i].n, job->step);
     job->chunks = chunks;
@@ -100,6 +101,7 @@ static int run_dense(Job *job) {
 static int run_int4(Job *job) {
     void *block;
     const Int4 *p = &job->int4;
+    if (job->M < 1 || p->n < 1) return 1;
     int64_t tile = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
     job->step = rows_per_chunk(p->n, ceil_div(tile, TILE), job->threads, TILE);
     job->ends[0] = job->chunks = ceil_div(p->n, job->step);

@@ -69,7 +69,7 @@ def instruction_sets() -> tuple[str, ...]:
 def bf16_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, threads: int | None = None, isa: str | None = None
 ) -> Tensor:
-    """x [M, K] @ w [N, K].T (+ bias [N]) -> [M, N], all bf16 and contiguous; sums in fp32.
+    """Product x [M, K] @ w [N, K].T (+ bias [N]) -> [M, N], all bf16 and contiguous; sums in fp32.
 
     Any M works; beyond `max_rows` other products are faster. Raises ValueError for other shapes, dtypes or devices,
     and RuntimeError where `available()` is False.
@@ -88,11 +88,11 @@ def bf16_matmuls(
     """`bf16_matmul` of one x with up to eight matrices in one call, which costs less than one call for each."""
     library = _library()
     biases = [None] * len(weights) if biases is None else biases
-    return _dense(library, _isa(library, isa), threads or torch.get_num_threads(), x, weights, biases)
+    return _dense(library, _way(library, threads, isa), x, weights, biases)
 
 
 def _dense(
-    library: _Library, isa: int, threads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    library: _Library, way: tuple[int, int], x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     M, K = _rows(x)
     outs = [torch.empty(M, w.shape[0], dtype=torch.bfloat16) for w in weights]
@@ -101,25 +101,25 @@ def _dense(
         if w.dtype is not torch.bfloat16 or not w.is_contiguous() or w.shape[1] != K or not w.is_cpu:
             raise ValueError("the weight must be a contiguous bf16 [N, K] on the CPU with the K of x")
         parts += [w.data_ptr(), w.shape[0], out.data_ptr(), _bias(bias, w.shape[0])]
-    library.dense(library.team, threads, isa, x.data_ptr(), M, K, *parts)
+    library.dense(library.team, *way, x.data_ptr(), M, K, *parts)
     return outs
 
 
 def int4_matmul(
     x: Tensor, packed: PackedInt4, bias: Tensor | None = None, *, threads: int | None = None, isa: str | None = None
 ) -> Tensor:
-    """x [M, K] @ W.T (+ bias [N]) -> [M, N] in bf16, with the 4-bit W [N, K] of `pack_int4`; errors as `bf16_matmul`."""
+    """Product x [M, K] @ W.T (+ bias [N]) -> [M, N] with the packed W [N, K]; dtypes and errors as `bf16_matmul`."""
     library = _library()
-    return _int4(library, _isa(library, isa), threads or torch.get_num_threads(), x, packed, bias)
+    return _int4(library, _way(library, threads, isa), x, packed, bias)
 
 
-def _int4(library: _Library, isa: int, threads: int, x: Tensor, packed: PackedInt4, bias: Tensor | None) -> Tensor:
+def _int4(library: _Library, way: tuple[int, int], x: Tensor, packed: PackedInt4, bias: Tensor | None) -> Tensor:
     M, K = _rows(x)
     if packed.in_features != K:
         raise ValueError(f"x has {K} columns, the packed matrix {packed.in_features}")
     out = torch.empty(M, packed.out_features, dtype=torch.bfloat16)
     library.int4(
-        *(library.team, threads, isa, x.data_ptr(), M, K),
+        *(library.team, *way, x.data_ptr(), M, K),
         *(packed.data.data_ptr(), packed.out_features, out.data_ptr(), _bias(bias, packed.out_features)),
         *(packed.groups, packed.wide),
     )
@@ -132,7 +132,7 @@ def can_pack(K: int, group_size: int) -> bool:
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> PackedInt4:
-    """codes [N, K] uint8 0..15, scales and zeros [N, K / group_size]: W = (codes - zeros) * scales, nothing rounded.
+    """Pack codes [N, K] (uint8, 0..15), scales and zeros [N, K / group_size]: W = (codes - zeros) * scales, unrounded.
 
     A group size of -1 is one group per row. Raises ValueError where `can_pack` is False or the shapes do not fit.
     """
@@ -177,6 +177,8 @@ def _rows(x: Tensor) -> tuple[int, int]:
     if x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous() or not x.is_cpu:
         raise ValueError("x must be a contiguous bf16 [M, K] on the CPU")
     M, K = x.shape
+    if K == 0:
+        raise ValueError("x must be at least one column wide")
     return M, K
 
 
@@ -190,17 +192,19 @@ def _bias(bias: Tensor | None, N: int) -> int:
 
 def _library() -> _Library:
     found = _load()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    if isinstance(found, _Library):
+        return found
+    raise RuntimeError(found)
 
 
-def _isa(library: _Library, name: str | None) -> int:
+def _way(library: _Library, threads: int | None, name: str | None) -> tuple[int, int]:
+    """Number of threads and index of the instruction set."""
+    threads = threads or torch.get_num_threads()
     if name is None:
-        return next(iter(library.isas.values()))
+        return threads, next(iter(library.isas.values()))
     if name not in library.isas:
         raise ValueError(f"instruction set {name} is not usable here")
-    return library.isas[name]
+    return threads, library.isas[name]
 
 
 @cache
@@ -222,7 +226,7 @@ def _torch_team() -> int:
     """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; 0 (one thread) when it cannot be found."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return 0
-    lib = Path(torch.__file__).parent
+    lib = Path(torch.__file__ or "").parent
     names = ("libgomp*", "libiomp5*", "libomp*")
     bundled = [str(p) for folder in (lib / "lib", lib.parent / "torch.libs") for n in names for p in folder.glob(n)]
     for path in [*bundled, "libgomp.so.1", "libiomp5.so", "libomp.so"]:
@@ -254,5 +258,5 @@ def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:
 def _check_product(module: ModuleType, isa: int, x: Tensor, matrix: Tensor | PackedInt4) -> Tensor:
     library = _Library(module.dense, module.int4, 0, {"checked": isa})
     if isinstance(matrix, PackedInt4):
-        return _int4(library, isa, 1, x, matrix, None).float()
-    return _dense(library, isa, 1, x, [matrix], [None])[0].float()
+        return _int4(library, (1, isa), x, matrix, None).float()
+    return _dense(library, (1, isa), x, [matrix], [None])[0].float()

@@ -1,0 +1,206 @@
+"""The native products against float64, for every instruction set that works here."""
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adapt_llm.quant.kernels import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native module: {native.why_not()}")
+ISAS = native.instruction_sets() or ("none",)
+TOLERANCE = 3e-3  # relative L2 error: bf16 rounds each output by up to 0.4 %, 0.17 % in the mean
+
+
+def normal(*shape: int, seed: int = 0, mean: float = 0.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + mean).bfloat16()
+
+
+def int4(N: int, K: int, group: int, *, exact: bool, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, zeros; `exact` ones are bf16 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(N, K // group, generator=generator) * 0.1 + 0.01
+    zeros = torch.rand(N, K // group, generator=generator) * 20 - 2
+    return (codes, scales.bfloat16().float(), zeros.round()) if exact else (codes, scales, zeros)
+
+
+def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    group = codes.shape[1] // scales.shape[1]
+    wide = [p.double().repeat_interleave(group, dim=1) for p in (scales, zeros)]
+    return (codes.double() - wide[1]) * wide[0]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("M", range(1, 18))
+@pytest.mark.parametrize(("N", "K"), [(64, 96), (37, 896), (5, 30), (1, 1), (33, 2600)])
+def test_bf16(isa: str, M: int, N: int, K: int) -> None:
+    x, w = normal(M, K, seed=M), normal(N, K, seed=N)
+    assert error(native.bf16_matmul(x, w, isa=isa), x.double() @ w.double().T) < TOLERANCE
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("M", range(1, 18))
+@pytest.mark.parametrize(("N", "K", "group"), [(48, 128, 32), (37, 320, 64), (16, 384, 128), (21, 120, 24), (5, 8, 8)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_int4(isa: str, M: int, N: int, K: int, group: int, exact: bool) -> None:
+    codes, scales, zeros = int4(N, K, group, exact=exact, seed=M)
+    packed = native.pack_int4(codes, scales, zeros, group)
+    assert packed.wide is not exact
+    x = normal(M, K, seed=N, mean=1.0)
+    got = native.int4_matmul(x, packed, isa=isa)
+    assert error(got, x.double() @ dequantized(codes, scales, zeros).T) < TOLERANCE
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("K", [136, 1024, 4864])
+def test_one_group_per_row(isa: str, K: int) -> None:
+    codes, scales, zeros = int4(20, K, K, exact=True)
+    x = normal(2, K, mean=1.0)
+    got = native.int4_matmul(x, native.pack_int4(codes, scales, zeros, -1), isa=isa)
+    assert error(got, x.double() @ dequantized(codes, scales, zeros).T) < TOLERANCE
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    group = 8 * data.draw(st.integers(1, 24), label="group / 8")
+    M, N = data.draw(st.integers(1, 20), label="M"), data.draw(st.integers(1, 80), label="N")
+    K = group * data.draw(st.integers(1, 6), label="groups")
+    isa, threads = data.draw(st.sampled_from(ISAS)), data.draw(st.integers(1, 3), label="threads")
+    exact, seed = data.draw(st.booleans(), label="exact"), data.draw(st.integers(0, 1000))
+    codes, scales, zeros = int4(N, K, group, exact=exact, seed=seed)
+    x, w, bias = normal(M, K, seed=seed), normal(N, K, seed=seed + 1), normal(N, seed=seed + 2)
+    wide = x.double()
+    got = native.int4_matmul(x, native.pack_int4(codes, scales, zeros, group), bias, threads=threads, isa=isa)
+    close(got, wide @ dequantized(codes, scales, zeros).T + bias.double())
+    close(native.bf16_matmul(x, w, bias, threads=threads, isa=isa), wide @ w.double().T + bias.double())
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    """Single outputs may cancel, so the scale is that of the largest one."""
+    assert (got.double() - expected).abs().max() <= 2**-8 * expected.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("M", [1, 8, 11])
+def test_threads_do_not_change_the_result(threads: int, M: int) -> None:
+    x, w = normal(M, 896), normal(1024, 896, seed=1)
+    codes, scales, zeros = int4(1008, 896, 32, exact=True)
+    packed = native.pack_int4(codes, scales, zeros, 32)
+    for _ in range(20):
+        assert torch.equal(native.bf16_matmul(x, w, threads=threads), native.bf16_matmul(x, w, threads=1))
+        assert torch.equal(native.int4_matmul(x, packed, threads=threads), native.int4_matmul(x, packed, threads=1))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_zero_rows_and_columns_of_x_give_zero(isa: str) -> None:
+    codes, scales, zeros = int4(16, 64, 32, exact=True)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    assert not native.int4_matmul(x, native.pack_int4(codes, scales, zeros, 32), isa=isa).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_several_matrices_at_once(isa: str) -> None:
+    x = normal(2, 896)
+    weights = [normal(N, 896, seed=N) for N in (896, 128, 130)]
+    biases = [normal(896), None, normal(130)]
+    together = native.bf16_matmuls(x, weights, biases, threads=2, isa=isa)
+    for w, bias, out in zip(weights, biases, together, strict=True):
+        assert torch.equal(out, native.bf16_matmul(x, w, bias, threads=1, isa=isa))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_non_finite_weights_stay_in_their_row(isa: str) -> None:
+    w = normal(6, 40)
+    w[1, 39], w[3, 0] = float("nan"), float("inf")
+    out = native.bf16_matmul(torch.ones(1, 40, dtype=torch.bfloat16), w, isa=isa)[0]
+    assert out.isnan().nonzero().flatten().tolist() == [1]
+    assert out.isinf().nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("K", [40, 64, 72])
+def test_nothing_is_read_past_the_end(isa: str, K: int) -> None:
+    """Weights end where the mapped memory ends: reading one byte more kills the process."""
+    w = at_the_end(normal(7, K))
+    x = at_the_end(normal(3, K, seed=1))
+    assert error(native.bf16_matmul(x, w, isa=isa), x.double() @ w.double().T) < TOLERANCE
+    packed = native.pack_int4(*int4(9, K, 8, exact=True), 8)
+    moved = native.PackedInt4(at_the_end(packed.data), 9, K, packed.groups, packed.wide)
+    assert torch.equal(native.int4_matmul(x, moved, isa=isa), native.int4_matmul(x, packed, isa=isa))
+
+
+def at_the_end(tensor: Tensor) -> Tensor:
+    """A copy in the last bytes before a page that may not be read."""
+    page = mmap.PAGESIZE
+    size = -(-tensor.nbytes // page) * page
+    whole = torch.frombuffer(mmap.mmap(-1, size + page), dtype=torch.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.data_ptr() + size), page, 0) == 0
+    view = whole[size - tensor.nbytes : size].view(tensor.dtype).view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: native.bf16_matmul(torch.ones(1, 8), normal(4, 8)),
+        lambda: native.bf16_matmul(normal(1, 16)[:, ::2], normal(4, 8)),
+        lambda: native.bf16_matmul(normal(1, 8), normal(8, 4).T),
+        lambda: native.bf16_matmul(normal(1, 8), normal(4, 9)),
+        lambda: native.bf16_matmul(normal(1, 0), normal(4, 0)),
+        lambda: native.bf16_matmul(normal(1, 8), normal(4, 8), normal(5)),
+        lambda: native.bf16_matmul(normal(1, 8), normal(4, 8), isa="none such"),
+        lambda: native.int4_matmul(normal(1, 16), native.pack_int4(*int4(4, 8, 8, exact=True), 8)),
+        lambda: native.pack_int4(*int4(4, 12, 12, exact=True), 12),
+        lambda: native.pack_int4(*int4(4, 16, 8, exact=True), 16),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be|cannot be packed|columns|usable"):
+        call()
+
+
+def test_no_rows() -> None:
+    assert native.bf16_matmul(normal(0, 8), normal(4, 8)).shape == (0, 4)
+    assert native.bf16_matmul(normal(2, 8), normal(0, 8)).shape == (2, 0)
+    assert native.int4_matmul(normal(0, 8), native.pack_int4(*int4(4, 8, 8, exact=True), 8)).shape == (0, 4)
+
+
+def test_a_wrong_instruction_set_is_not_used() -> None:
+    """The check at load finds a product that confuses two rows."""
+    module: Any = type("Module", (), {})()
+    library: Any = native._load()
+    module.dense, module.int4 = library.dense, library.int4
+    scalar = library.isas["scalar"]
+    assert native._agrees(module, scalar, scalar)
+    wrong = len(library.isas) + 100
+
+    def dense(team: int, threads: int, isa: int, x: int, M: int, K: int, w: int, *rest: int) -> None:
+        library.dense(team, threads, scalar, x, M, K, w + (2 * K if isa == wrong else 0), rest[0] - 1, *rest[1:])
+
+    module.dense = dense
+    assert not native._agrees(module, wrong, scalar)
+
+
+def test_without_the_module_the_reason_is_said() -> None:
+    code = (
+        "import sys; sys.modules['adapt_llm.quant.kernels._native'] = None\n"
+        "from adapt_llm.quant.kernels import native\n"
+        "assert not native.available() and native.instruction_sets() == ()\n"
+        "print(native.why_not())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "not built" in done.stdout
