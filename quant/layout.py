@@ -166,16 +166,32 @@ def trivial_g_idx(K: int, group_size: int) -> Tensor:
     return torch.arange(K, dtype=torch.int32) // group_size
 
 
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Two codes to a byte: [..., 2 n] of uint8 0..15 -> [..., n] of uint8, the first in the low nibble."""
+    pairs = _reinterpret(codes, torch.int16)  # little-endian, as safetensors is
+    return (pairs | (pairs >> 4)).bitwise_and_(0xFF).to(torch.uint8)
+
+
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """The inverse of `pack_pairs`."""
+    pairs = packed.to(torch.int16)
+    return _reinterpret((pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F), torch.uint8)
+
+
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    """[..., 8 n] of uint8 0..15 -> [..., n] of int32, lowest nibble first (little-endian, as safetensors is)."""
-    pairs = codes.contiguous().view(torch.int16)
-    return (pairs | (pairs >> 4)).bitwise_and_(0xFF).to(torch.uint8).view(torch.int32)
+    """[..., 8 n] of uint8 0..15 -> [..., n] of int32, lowest nibble first."""
+    return _reinterpret(pack_pairs(codes), torch.int32)
 
 
 def _unpack_nibbles(packed: Tensor) -> Tensor:
     """[..., n] of int32 -> [..., 8 n] of uint8 0..15."""
-    pairs = packed.contiguous().view(torch.uint8).to(torch.int16)
-    return (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)
+    return unpack_pairs(_reinterpret(packed, torch.uint8))
+
+
+def _reinterpret(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as `dtype`, the last dimension resized to match."""
+    # Flat first: a transposed [1, n] counts as contiguous, and keeps strides that `view` refuses.
+    return values.contiguous().flatten().view(dtype).view(*values.shape[:-1], -1)
 
 
 def _exact_half(values: Tensor, what: str) -> Tensor:

@@ -4,16 +4,27 @@ Knows no models and no files. The path is decided when a linear is made or first
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..errors import UnsupportedError
+from .forms import ATEN_GROUPS, Compact, Native, Rows, aten_scales
+from .kernels import native
+from .layout import Int4Matrix
+from .probe import Kernel, Kernels, aten_product, aten_weight, inner_k_tiles, probe
+
+__all__ = ["DenseLinear", "Int4Linear", "Kernels", "Linear", "needs_fp32", "probe"]
+
 # Measured with torch 2.13 on AVX2: the bf16 product costs one pass over the weight per row, a cast to fp32 about four.
 MATVEC_ROWS = 4
 CHUNK_BYTES = 16 << 20  # of fp32 weight at a time; smaller chunks cost calls, larger ones page faults
+CUDA_CHUNK_BYTES = 512 << 20
+
+Product = Callable[[Tensor], Tensor]
 
 
 class Linear(Protocol):
@@ -35,16 +46,22 @@ class Linear(Protocol):
 class DenseLinear:
     """A product with a weight [N, K] that may be memory-mapped; it is neither copied nor written.
 
-    x must have the weight's dtype. On a CPU without half-precision arithmetic, few rows are multiplied by the
-    matrix-vector product, more rows in fp32 with the weight cast chunk by chunk.
+    x must have the weight's dtype. On a CPU few rows are multiplied by a matrix-vector product; more rows, where the
+    CPU has no half-precision arithmetic, in fp32 with the weight cast chunk by chunk.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
-        self._direct = not needs_fp32(weight.device, weight.dtype)
-        self._few = MATVEC_ROWS
+        slow = needs_fp32(weight.device, weight.dtype)
+        self._many: Product = self._by_chunks if slow else self._direct
+        self._few: Product = self._direct
+        few_rows = MATVEC_ROWS
+        if weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and native.available():
+            self._few = self._native
+            few_rows = native.max_rows if slow else MATVEC_ROWS
+        self._few_elements = few_rows * self.in_features
 
     @property
     def nbytes(self) -> int:
@@ -53,36 +70,157 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """From x [..., K] to [..., N]."""
-        if self._direct or x.numel() <= self._few * self.in_features:
-            return linear(x, self.weight, self.bias)
-        return self._by_chunks(x)
+        return self._few(x) if 0 < x.numel() <= self._few_elements else self._many(x)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """float32 [stop - start, K]."""
+        return self.weight[start:stop].float()
+
+    def _direct(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def _native(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features).contiguous()
+        return native.bf16_matmul(flat, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
 
     def _by_chunks(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        return chunked_linear(x, lambda a, b: weight[a:b].float(), self.out_features, self.bias)
+        return chunked_linear(x, self, self.out_features, self.bias)
 
 
-class WeightRows(Protocol):
-    """Rows `start` to `stop` of a weight, in fp32."""
+class Int4Linear:
+    """A product with 4-bit matrices stacked along their outputs, in the order given.
 
-    def __call__(self, start: int, stop: int, /) -> Tensor:
-        """[stop - start, K]."""
-        ...
+    x must be of `dtype` on `device`. Matrices are repacked for the kernel at first use, or by `prepare`, and then let
+    go. Raises ValueError where they do not have the same inputs, UnsupportedError for act-order groups of unequal size.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Int4Matrix], bias: Tensor | None, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        shapes = [matrix.shape for matrix in matrices]
+        if len({K for _, K in shapes}) != 1:
+            raise ValueError(f"matrices of shapes {shapes} cannot share one input")
+        self.in_features = shapes[0][1]
+        self.out_features = sum(N for N, _ in shapes)
+        self._device, self._dtype = torch.device(device), dtype
+        self._bias = None if bias is None else bias.to(self._device, dtype).contiguous()
+        self._matrices: Sequence[Int4Matrix] = tuple(matrices)
+        self._kept: list[Tensor | Compact | Native | Int4Linear] = []
+        self._product: Product = self._first
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes."""
+        sources = [t for m in self._matrices for t in (m.codes, m.scales, m.zeros)]
+        bias = [] if self._bias is None else [self._bias]
+        return sum(item.nbytes for item in (*sources, *self._kept, *bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """From x [..., K] to [..., N]."""
+        return self._product(x)
+
+    def prepare(self) -> None:
+        """Pack for the kernel now; the source matrices are let go."""
+        if self._matrices:
+            self._product = self._plan()
+            self._matrices = ()
+
+    def _first(self, x: Tensor) -> Tensor:
+        self.prepare()
+        return self._product(x)
+
+    def _plan(self) -> Product:
+        if not _fusable(self._matrices):
+            return self._side_by_side()
+        matrix = _fuse(self._matrices)
+        if matrix.g_idx is None:
+            return self._plan_matrix(matrix)
+        matrix, order = _sort_groups(matrix)
+        order = order.to(self._device)
+        self._kept.append(order)
+        product = self._plan_matrix(matrix)
+        return lambda x: product(x.index_select(-1, order))
+
+    def _side_by_side(self) -> Product:
+        """One product per matrix, where they group their inputs differently."""
+        bias = self._bias
+        parts = [Int4Linear([matrix], None, self._device, self._dtype) for matrix in self._matrices]
+        for part in parts:
+            part.prepare()
+        self._kept += parts
+
+        def product(x: Tensor) -> Tensor:
+            out = torch.cat([part(x) for part in parts], dim=-1)
+            return out if bias is None else out.add_(bias)
+
+        return product
+
+    def _plan_matrix(self, matrix: Int4Matrix) -> Product:
+        """The product for few rows, where the matrix fits its kernel, and for many."""
+        kernels = probe(self._device)
+        kernel = kernels.few
+        if kernel is None or self._dtype is not torch.bfloat16 or not fits(kernel, matrix):
+            form = Compact.of(matrix, self._device)
+            self._kept.append(form)
+            return self._many(form)
+        if kernel == "native":
+            form = Native.of(matrix)
+            few = self._native(form)
+        else:
+            form = Compact.of(matrix, self._device)
+            few = self._aten(kernel, matrix)
+        self._kept.append(form)
+        many = self._many(form)
+        elements = kernels.max_rows * self.in_features
+        return lambda x: few(x) if 0 < x.numel() <= elements else many(x)
+
+    def _native(self, form: Native) -> Product:
+        packed, bias, K, N = form.packed, self._bias, self.in_features, self.out_features
+
+        def product(x: Tensor) -> Tensor:
+            return native.int4_matmul(x.reshape(-1, K).contiguous(), packed, bias).view(*x.shape[:-1], N)
+
+        return product
+
+    def _aten(self, kernel: Kernel, matrix: Int4Matrix) -> Product:
+        weight, scales = aten_weight(kernel, matrix.codes, self._device), aten_scales(matrix).to(self._device)
+        self._kept += [weight, scales]
+        bias, K, N, group_size = self._bias, self.in_features, matrix.shape[0], matrix.group_size
+        multiply = aten_product(kernel)
+
+        def product(x: Tensor) -> Tensor:
+            out = multiply(x.reshape(-1, K), weight, group_size, scales)
+            return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], N)
+
+        return product
+
+    def _many(self, form: Compact | Native) -> Product:
+        N, bias = (form.packed.out_features if isinstance(form, Native) else form.data.shape[0]), self._bias
+        compute = torch.float32 if needs_fp32(self._device, self._dtype) else self._dtype
+        return lambda x: chunked_linear(x, form, N, bias, compute)
 
 
-def chunked_linear(x: Tensor, rows: WeightRows, N: int, bias: Tensor | None) -> Tensor:
-    """The product x @ W.T + b in fp32, with CHUNK_BYTES of W at a time; the result has the dtype of x."""
-    flat = x.reshape(-1, x.shape[-1]).float()
-    M, K = flat.shape
-    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    step = max(1, CHUNK_BYTES // (4 * K))
+def chunked_linear(
+    x: Tensor, weight: Rows, N: int, bias: Tensor | None, compute: torch.dtype = torch.float32
+) -> Tensor:
+    """The product x @ W.T + b in dtype `compute`, a chunk of W's rows at a time; the result has the dtype of x."""
+    K = x.shape[-1]
+    flat = x.reshape(-1, K).to(compute)
+    out = torch.empty(flat.shape[0], N, dtype=x.dtype, device=x.device)
+    step = max(1, (CUDA_CHUNK_BYTES if x.is_cuda else CHUNK_BYTES) // (4 * K))
     for start in range(0, N, step):
         stop = min(start + step, N)
-        part = torch.mm(flat, rows(start, stop).t())
-        if bias is not None:
-            part += bias[start:stop]
-        out[:, start:stop] = part
+        part = None if bias is None else bias[start:stop].to(compute)
+        out[:, start:stop] = linear(flat, weight.rows(start, stop).to(compute), part)
     return out.view(*x.shape[:-1], N)
+
+
+def fits(kernel: Kernel, matrix: Int4Matrix) -> bool:
+    """Whether `kernel` can hold the matrix."""
+    N, K = matrix.shape
+    if kernel == "native":
+        return native.can_pack(K, matrix.group_size)
+    return matrix.group_size in ATEN_GROUPS and N % 16 == 0 and (kernel == "aten_cpu" or inner_k_tiles(K) > 0)
 
 
 def needs_fp32(device: torch.device, dtype: torch.dtype) -> bool:
@@ -101,3 +239,35 @@ def _arithmetic_probes(dtype: torch.dtype) -> list[Callable[[], bool]]:
     bf16 = dtype is torch.bfloat16
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if bf16 else ("_is_amx_fp16_supported",)
     return [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
+
+
+def _fusable(matrices: Sequence[Int4Matrix]) -> bool:
+    first = matrices[0]
+    return all(
+        matrix.group_size == first.group_size
+        and (matrix.g_idx is None) == (first.g_idx is None)
+        and (matrix.g_idx is None or first.g_idx is None or torch.equal(matrix.g_idx, first.g_idx))
+        for matrix in matrices
+    )
+
+
+def _fuse(matrices: Sequence[Int4Matrix]) -> Int4Matrix:
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    zeros = [matrix.zeros for matrix in matrices]
+    if len({zero.dtype for zero in zeros}) > 1:
+        zeros = [zero.float() for zero in zeros]
+    codes, scales = torch.cat([m.codes for m in matrices]), torch.cat([m.scales for m in matrices])
+    return Int4Matrix(codes, scales, torch.cat(zeros), first.group_size, first.g_idx)
+
+
+def _sort_groups(matrix: Int4Matrix) -> tuple[Int4Matrix, Tensor]:
+    """The matrix with its inputs sorted by group, and the order in which to take the input."""
+    groups = torch.arange(matrix.shape[1] // matrix.group_size) if matrix.g_idx is None else matrix.g_idx.cpu()
+    order = torch.argsort(groups, stable=True)
+    expected = torch.arange(matrix.shape[1]) // matrix.group_size
+    if not torch.equal(groups[order].long(), expected):
+        raise UnsupportedError("a 4-bit matrix has groups of unequal size")
+    codes = matrix.codes[:, order.to(matrix.codes.device)]
+    return Int4Matrix(codes, matrix.scales, matrix.zeros, matrix.group_size), order

@@ -17,6 +17,7 @@ _NORM = 0.7
 _BETA = 10.0
 _KAPPA = 1.01
 _STEPS = 20
+_LARGEST_ZERO = 128
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class HalfQuadratic:
 def _optimise(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and zeros [rows, G] of weights [rows, G, group]; of the steps, each group keeps its best."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = round_scale((high - low) / LEVELS)
+    # A group far from 0 with a small range would need a zero that bf16 cannot hold to a fraction of a step.
+    scale = round_scale(torch.maximum((high - low) / LEVELS, torch.maximum(high.abs(), low.abs()) / _LARGEST_ZERO))
     exact = groups / scale
     zero = round_zero(-low / scale)
     best_zero, best_error = zero, torch.full_like(zero, torch.inf)
