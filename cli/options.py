@@ -180,6 +180,10 @@ def opening(
             help="Dense blocks loaded, from the first on; a token that would go deeper stays in the river.",
         ),
     ] = None,
+    offload: Annotated[
+        Literal["drop", "stream"],
+        typer.Option("--offload", rich_help_panel=RIVER, help="The other blocks: never run, or streamed to the GPU."),
+    ] = "drop",
     tau: Annotated[
         float | None,
         typer.Option(

@@ -4,7 +4,7 @@ torch comes in with these imports and with nothing else, so that help, completio
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from .generation import Choices
 
 if TYPE_CHECKING:
     from ..convert.request import ConvertRequest, RiverSettings
+    from ..runtime.bundle import Bundle
     from ..runtime.conversation import GenerationOptions
     from ..runtime.session import Session
 
@@ -30,7 +31,22 @@ def verify(path: Path, *, cache_dir: Path | None, reporter: Reporter) -> dict[st
     """Check a bundle and run its self-check; return the keys of `verify --json`."""
     from ..runtime.verify import verify as verify_bundle  # noqa: PLC0415
 
-    return verify_bundle(path, reporter=reporter, cache_dir=cache_dir).as_dict()
+    return verify_bundle(path, reporter=reporter, cache_dir=cache_dir, self_check=_self_check).as_dict()
+
+
+def _self_check(bundle: "Bundle") -> Sequence[str]:
+    """Run the text that conversion ran; return what comes out differently."""
+    from ..runtime.loading import load_river  # noqa: PLC0415
+    from ..runtime.options import SessionOptions  # noqa: PLC0415
+    from ..runtime.self_check import compare, run_self_check  # noqa: PLC0415
+    from ..runtime.text import Tokenizer  # noqa: PLC0415
+
+    recorded = bundle.manifest.self_check
+    if recorded is None:
+        return ()
+    everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
+    model = load_river(bundle, SessionOptions(resident=everything, cache_dir=bundle.cache_dir))
+    return compare(recorded, run_self_check(model, Tokenizer.load(bundle.path)))
 
 
 def plan(request: "ConvertRequest", reporter: Reporter) -> Any:  # noqa: ANN401 - convert.river.Plan, seen by its users

@@ -38,8 +38,8 @@ def command(
     else:
         for problem in verdict["problems"]:
             typer.echo(f"{problem['file']}: {problem['what']}")
-        typer.echo(
-            f"adapt: error: {bundle} differs in {len(verdict['problems'])} places. Fetch or convert it again", err=True
-        )
+        count = len(verdict["problems"])
+        what = f"{bundle} differs from its manifest ({count} problem{'s' if count > 1 else ''})"
+        typer.echo(f"adapt: error: {what}. Fetch or convert it again", err=True)
     if not verdict["ok"]:
         raise typer.Exit(1)
