@@ -87,10 +87,10 @@ class Architecture:
         return self.kv_sources[index] == index
 
     def qkv_sizes(self, index: int) -> tuple[int, ...]:
-        """Widths of query, key and value in layer `index`; the query's alone where it reads another layer's cache."""
+        """Widths of query with key, and of value, in layer `index`; the query's alone where it has no others."""
         narrow = self.num_kv_heads * self.head_dim
         query = self.num_heads * self.head_dim
-        return (query, narrow, narrow) if self.has_kv(index) else (query,)
+        return (query + narrow, narrow) if self.has_kv(index) else (query,)
 
     def share(self, sources: Sequence[int]) -> "Architecture":
         """The same model with layer l reading the keys and values of `sources[l]` (R-CLA's map, counted from 0)."""

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from ..quant.linear import Linear
 from .architecture import Architecture
-from .attention import ACTIVATIONS, RMSNorm, attend, rotate
+from .attention import ACTIVATIONS, HeadNorm, RMSNorm, attend, rotate
 from .cache import KVStore
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Projection(Protocol):
-    """Several products of one input: query, key, value, or gate and up."""
+    """Several products of one input: query with key, and value; or gate and up."""
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """One tensor [..., N_i] per product of x [..., K]."""
@@ -38,6 +39,20 @@ class Separate:
         return [linear(x) for linear in self.linears]
 
 
+class SeparateHeads:
+    """Query and key as one tensor, and value, from a linear each; or the query alone."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = tuple(linears)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """See `Projection`."""
+        if len(self.linears) == 1:
+            return (self.linears[0](x),)
+        query, key, value = self.linears
+        return torch.cat((query(x), key(x)), -1), value(x)
+
+
 class Fused:
     """One linear whose output is cut into `sizes`."""
 
@@ -47,25 +62,25 @@ class Fused:
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """See `Projection`."""
-        return self.linears[0](x).split(self._sizes, -1)
+        return self.linears[0](x).split_with_sizes(self._sizes, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The norms of a block; the last four only where the family has them. A follower (R-CLA) has no `key`."""
+    """The norms of a block; the last three only where the family has them."""
 
     before_attention: RMSNorm
     before_mlp: RMSNorm
     after_attention: RMSNorm | None = None
     after_mlp: RMSNorm | None = None
-    query: RMSNorm | None = None
-    key: RMSNorm | None = None
+    heads: HeadNorm | None = None
 
 
 class Block:
     """Attention and MLP with their norms and residuals.
 
-    `qkv` gives query, key and value, or the query alone where the layer reads another layer's keys and values.
+    `qkv` gives query and key side by side (they are normalised and rotated together) and value, or the query alone
+    where the layer reads another layer's keys and values.
     """
 
     def __init__(
@@ -83,9 +98,8 @@ class Block:
         self.norms = norms
         self.qkv, self.output, self.gate_up, self.down = qkv, output, gate_up, down
         self._kind = arch.kind_of[index]
-        self._heads, self._kv_heads, self._width = arch.num_heads, arch.num_kv_heads, arch.head_dim
+        self._heads, self._width = [arch.num_heads, arch.num_kv_heads], arch.head_dim
         self._scale, self._softcap = arch.attention_scale, arch.attention_softcap
-        self._has_kv = arch.has_kv(index)
         self._activation: Callable[[Tensor], Tensor] = ACTIVATIONS[arch.activation]
 
     def __call__(self, h: Tensor, step: "Step", kv: KVStore) -> Tensor:
@@ -99,22 +113,22 @@ class Block:
 
     def _attention(self, x: Tensor, step: "Step", kv: KVStore) -> Tensor:
         view = step.views[self._kind]
-        if self._has_kv:
-            q, k, v = self.qkv(x)
-            k = self._turn(self._split(k, self._kv_heads), self.norms.key, view.cos, view.sin)
-            kv.store(step, self.index, k, self._split(v, self._kv_heads))
-        else:
-            (q,) = self.qkv(x)
-        q = self._turn(self._split(q, self._heads), self.norms.query, view.cos, view.sin)
+        heads, *value = self.qkv(x)
+        q = self._turn(heads, view.cos, view.sin)
+        if value:
+            q, k = q.split_with_sizes(self._heads, 1)
+            kv.store(step, self.index, k, self._split(value[0]))
         if step.query_scale is not None:
             q = q * step.query_scale
         k, v = kv.fetch(step, self.index)
         return self.output(attend(q, k, v, view, scale=self._scale, softcap=self._softcap))
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
+    def _split(self, x: Tensor) -> Tensor:
         batch, rows, _ = x.shape
-        return x.view(batch, rows, heads, self._width).transpose(1, 2)
+        return x.view(batch, rows, -1, self._width).transpose(1, 2)
 
-    def _turn(self, x: Tensor, norm: RMSNorm | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        x = x if norm is None else norm(x)
-        return x if cos is None or sin is None else rotate(x, cos, sin)
+    def _turn(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        heads = self._split(x)
+        norm = self.norms.heads
+        heads = heads if norm is None else norm(heads)
+        return heads if cos is None or sin is None else rotate(heads, cos, sin)

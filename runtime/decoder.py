@@ -12,8 +12,8 @@ from torch.nn.functional import embedding as look_up
 
 from ..quant.linear import DenseLinear, Linear
 from .architecture import Architecture, block_prefix
-from .attention import RMSNorm
-from .block import Block, Fused, Norms, Projection, Separate
+from .attention import HeadNorm, RMSNorm
+from .block import Block, Fused, Norms, Projection, Separate, SeparateHeads
 from .cache import KVCache, KVStore
 from .rope import Rotary
 from .step import Step, chunk_counts
@@ -131,21 +131,30 @@ def make_norms(arch: Architecture, tensors: Mapping[str, Tensor]) -> Norms:
         return None if weight is None else RMSNorm(weight, arch.norm_eps, offset=arch.norm_offset)
 
     first = RMSNorm(tensors["input_layernorm.weight"], arch.norm_eps, offset=arch.norm_offset)
-    query, key = norm("self_attn.q_norm"), norm("self_attn.k_norm")
     after_attention = "post_attention_layernorm"
     if arch.sandwich_norms:  # what other families call post-attention is Gemma's pre-feedforward
         before_mlp, after = "pre_feedforward_layernorm", (norm(after_attention), norm("post_feedforward_layernorm"))
     else:
         before_mlp, after = after_attention, (None, None)
     second = RMSNorm(tensors[f"{before_mlp}.weight"], arch.norm_eps, offset=arch.norm_offset)
-    return Norms(first, second, *after, query, key)
+    return Norms(first, second, *after, _head_norm(arch, tensors))
+
+
+def _head_norm(arch: Architecture, tensors: Mapping[str, Tensor]) -> HeadNorm | None:
+    """Qwen 3, Gemma 3: a norm over each head of query and key; a follower (R-CLA) has no keys."""
+    if not arch.qk_norm:
+        return None
+    weights = [(tensors["self_attn.q_norm.weight"], arch.num_heads)]
+    if "self_attn.k_norm.weight" in tensors:
+        weights.append((tensors["self_attn.k_norm.weight"], arch.num_kv_heads))
+    return HeadNorm(weights, arch.norm_eps, offset=arch.norm_offset)
 
 
 def _qkv(arch: Architecture, index: int, linear: Callable[[str], Linear]) -> Projection:
     if arch.fused_qkv:
         return Fused(linear("self_attn.qkv_proj"), arch.qkv_sizes(index))
     names = "qkv" if arch.has_kv(index) else "q"
-    return Separate([linear(f"self_attn.{name}_proj") for name in names])
+    return SeparateHeads([linear(f"self_attn.{name}_proj") for name in names])
 
 
 def _gate_up(arch: Architecture, linear: Callable[[str], Linear]) -> Projection:

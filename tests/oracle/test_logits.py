@@ -41,7 +41,7 @@ def forward(
 
 
 @pytest.fixture
-def model(case: str, tiny_model: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a TinyModel, loaded by path
+def model(case: str, tiny_model: Callable[[str], Any]) -> Any:
     return tiny_model(case)
 
 

@@ -163,7 +163,7 @@ def test_dynamic_frequencies_follow_the_cache_as_in_transformers(
 
 
 class TestLongropeSwitch:
-    """Past 24 tokens this model rotates every position otherwise; transformers' generate then starts again, so do we."""
+    """Past 24 tokens this model rotates every position otherwise; transformers' generate starts again there."""
 
     def test_long_from_the_start(self, tiny_model: Callable[[str], Any], tiny: ModuleType) -> None:
         model, ids = tiny_model("phi3-longrope"), tiny.random_ids(1, 40)

@@ -33,7 +33,7 @@ SIZES = {
 LLAMA = {"model_type": "llama", **SIZES}
 
 
-def configured(name: str, **settings: Any) -> transformers.PreTrainedConfig:  # noqa: ANN401
+def configured(name: str, **settings: Any) -> transformers.PreTrainedConfig:
     return getattr(transformers, f"{FAMILIES[name]}Config")(**{"pad_token_id": 0, **settings})
 
 

@@ -1,7 +1,5 @@
 """The KV cache against a model of it in plain lists: appends, ragged rows, rollbacks, bounds, slots."""
 
-from types import ModuleType
-
 import pytest
 import torch
 from hypothesis import given, settings

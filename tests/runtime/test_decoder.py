@@ -1,6 +1,5 @@
 """The decoder's seams: no copies, training, shared caches, lagging blocks, real models, time per block."""
 
-import json
 import time
 from collections.abc import Callable, Collection
 from types import ModuleType
@@ -10,12 +9,12 @@ import pytest
 import torch
 import transformers
 
+from adapt_llm.convert.source import open_source
 from adapt_llm.errors import UsageError
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.decoder import Decoder, load_decoder
-from adapt_llm.runtime.step import Step
-from adapt_llm.runtime.store import TensorInfo, open_safetensors
+from adapt_llm.runtime.store import TensorInfo
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -82,7 +81,7 @@ def test_scoring_then_training(tiny_model: Callable[[str], Any], tiny: ModuleTyp
 class TestSharedCache:
     """R-CLA: followers read a keeper's keys and values; the map is the architecture's."""
 
-    def shared(self, model: Any, sources: list[int]) -> Decoder:  # noqa: ANN401
+    def shared(self, model: Any, sources: list[int]) -> Decoder:
         arch = model.arch.share(sources)
         return load_decoder(arch, model.store, device="cpu", dtype=torch.float32)
 
@@ -164,7 +163,7 @@ def test_a_block_costs_little_beside_its_products(tiny_model: Callable[[str], An
     cache = decoder.new_cache(1, 4)
     ids = tiny.random_ids(1, 1)
     with torch.inference_mode():
-        step: Step = decoder.step(cache, ids)
+        step = decoder.step(cache, ids)
         h, block = decoder.embed(ids), decoder.blocks[0]
         times: list[float] = []
         for _ in range(300):
@@ -175,12 +174,18 @@ def test_a_block_costs_little_beside_its_products(tiny_model: Callable[[str], An
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
-def test_real_models(name: str, models: Any) -> None:  # noqa: ANN401 - the Models of conftest
-    folder = models[name]
-    arch = Architecture.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    decoder = load_decoder(arch, open_safetensors(folder), device="cpu", dtype=torch.float32)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct.gguf", "qwen2.5-coder-0.5b-instruct.gguf"])
+def test_real_models(name: str, models: Any) -> None:
+    source = open_source(str(models[name]))
+    arch = Architecture.from_config(source.config)
+    decoder = load_decoder(arch, source.store, device="cpu", dtype=torch.float32)
+    config = transformers.AutoConfig.for_model(**source.config)
+    reference = transformers.AutoModelForCausalLM.from_config(config).float()
+    weights = {key: source.store.read(key).float() for key in arch.tensors()}
+    left_out = reference.load_state_dict(weights, strict=False)
+    assert set(left_out.missing_keys) <= {"lm_head.weight"}
+    reference.tie_weights()
     ids = torch.randint(0, arch.vocab_size, (1, 24))
     with torch.inference_mode():
-        torch.testing.assert_close(score(decoder, ids), reference(ids).logits, atol=3e-4, rtol=1e-4)
+        torch.testing.assert_close(score(decoder, ids), reference.eval()(ids).logits, atol=5e-4, rtol=1e-4)

@@ -169,7 +169,7 @@ def test_headers_of_any_text(text: str, tmp_path_factory: pytest.TempPathFactory
 class TestShards:
     def test_missing_shard(self, sharded: Path) -> None:
         (sharded / "model-00002-of-00002.safetensors").unlink()
-        with pytest.raises(FormatError, match="model-00002-of-00002.safetensors is missing, the index names it"):
+        with pytest.raises(FormatError, match=r"model-00002-of-00002.safetensors is missing, the index names it"):
             open_safetensors(sharded)
 
     def test_missing_shard_without_index(self, sharded: Path) -> None:
@@ -180,20 +180,20 @@ class TestShards:
 
     def test_tensor_that_its_shard_lacks(self, sharded: Path) -> None:
         write_index(sharded, {"z.weight": "model-00001-of-00002.safetensors"})
-        with pytest.raises(FormatError, match="00001-of-00002.safetensors has no tensor z.weight"):
+        with pytest.raises(FormatError, match=r"00001-of-00002.safetensors has no tensor z.weight"):
             open_safetensors(sharded)
 
     def test_tensor_twice(self, sharded: Path) -> None:
         save_file({name: TENSORS[name] for name in list(TENSORS)[1:]}, sharded / "model-00002-of-00002.safetensors")
-        with pytest.raises(FormatError, match="b.weight is in model-00001.* again in model-00002"):
+        with pytest.raises(FormatError, match=r"b.weight is in model-00001.* again in model-00002"):
             open_safetensors(sharded)
         (sharded / "model.safetensors.index.json").unlink()
-        with pytest.raises(FormatError, match="b.weight is in model-00001.* again in model-00002"):
+        with pytest.raises(FormatError, match=r"b.weight is in model-00001.* again in model-00002"):
             open_safetensors(sharded)
 
     def test_damaged_shard(self, sharded: Path) -> None:
         pointer(sharded / "model-00002-of-00002.safetensors")
-        with pytest.raises(FormatError, match="model-00002-of-00002.safetensors is a git-lfs pointer"):
+        with pytest.raises(FormatError, match=r"model-00002-of-00002.safetensors is a git-lfs pointer"):
             open_safetensors(sharded)
 
     @pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', "version https://git-lfs"])
@@ -209,7 +209,7 @@ class TestShards:
             open_safetensors(sharded)
 
     def test_no_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(FormatError, match="no model.safetensors"):
+        with pytest.raises(FormatError, match=r"no model.safetensors"):
             open_safetensors(tmp_path)
 
 
@@ -227,12 +227,12 @@ class TestCheckTensors:
         assert self.check(tmp_path, FITTING) == []
 
     def test_missing(self, tmp_path: Path) -> None:
-        with pytest.raises(FormatError, match="lacks model.norm.weight"):
+        with pytest.raises(FormatError, match=r"lacks model.norm.weight"):
             self.check(tmp_path, {name: tensor for name, tensor in FITTING.items() if "norm" not in name})
 
     def test_left_over(self, tmp_path: Path) -> None:
         extra = {f"model.layers.{index}.bias": torch.ones(1) for index in range(9)}
-        with pytest.raises(FormatError, match="explain: model.layers.0.bias, .*layers.3.bias and 5 more"):
+        with pytest.raises(FormatError, match=r"explain: model.layers.0.bias, .*layers.3.bias and 5 more"):
             self.check(tmp_path, {**FITTING, **extra})
 
     def test_misshapen(self, tmp_path: Path) -> None:
