@@ -7,6 +7,7 @@ name. The header is parsed here rather than by `gguf.GGUFReader`, which builds a
 Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +104,7 @@ class GgufFile:
 
     def _bytes(self, tensor: GgufTensor) -> np.ndarray:
         """The stored bytes as [rows, bytes per row]; a vector is one row."""
-        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        rows = math.prod(tensor.shape[:-1])
         return self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
 
 
@@ -204,9 +205,9 @@ def _tensor_infos(cursor: _Cursor, count: int) -> list[GgufTensor]:
         shape = tuple(reversed(cursor.scalars("Q", cursor.scalar("I"))))
         kind = _tensor_type(name, cursor.scalar("I"))
         block, size = GGML_QUANT_SIZES[kind]
-        if not shape or shape[-1] % block:
+        if not shape or not all(shape) or shape[-1] % block:
             raise ValueError(f"tensor {name} of shape {shape} does not divide into blocks of {block}")
-        weights = int(np.prod(shape, dtype=np.int64))
+        weights = math.prod(shape)
         tensors.append(GgufTensor(name, kind, shape, cursor.scalar("Q"), weights // block * size))
     return tensors
 

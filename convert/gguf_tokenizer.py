@@ -61,7 +61,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-bpe": _LLAMA3_PRE,
     "llama3": _LLAMA3_PRE,
     "llama-v3": _LLAMA3_PRE,
-    "smaug-bpe": _LLAMA3_PRE,
+    "smaug-bpe": PreTokenizer(_LLAMA3),
     "qwen2": _QWEN2_PRE,
     "deepseek-r1-qwen": _QWEN2_PRE,
     "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, add_bos=True),

@@ -170,6 +170,16 @@ def test_a_type_that_cannot_be_dequantised_is_named(tmp_path: Path, kind: Type, 
         open_gguf(path)
 
 
+@pytest.mark.parametrize("rows", [0, 2**63, 2**64 - 1])
+def test_sizes_beyond_reason_are_damage(tmp_path: Path, rows: int) -> None:
+    path = small(tmp_path / "m.gguf")
+    content = path.read_bytes()
+    place = content.index(b"a.weight") + len(b"a.weight") + 4 + 8
+    path.write_bytes(content[:place] + struct.pack("<Q", rows) + content[place + 8 :])
+    with pytest.raises(FormatError, match=r"damaged|truncated"):
+        open_gguf(path)
+
+
 def test_a_type_from_the_future_is_named_by_its_number(tmp_path: Path) -> None:
     path = small(tmp_path / "m.gguf")
     content = path.read_bytes()

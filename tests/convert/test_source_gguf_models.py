@@ -55,7 +55,7 @@ PHI4_MINI = {
     "tie_word_embeddings": True,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
-# architecture, transformers model type, config beside SIZES, tied
+# architecture, transformers model type, config beside SIZES
 CASES = [
     ("llama", "llama", {"tie_word_embeddings": False}),
     ("llama", "llama", {"tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": LLAMA3}),
@@ -294,8 +294,7 @@ def test_rope_factors_of_another_rule_are_refused(tmp_path: Path) -> None:
 def test_the_fingerprint_sees_a_change(tmp_path: Path) -> None:
     path = _broken(tmp_path / "m.gguf")
     source = GgufSource(path, SilentReporter())
-    first = source.fingerprint()
-    assert first == GgufSource(path, SilentReporter()).fingerprint()
+    assert (first := source.fingerprint()) == GgufSource(path, SilentReporter()).fingerprint()
     assert str(tmp_path) not in repr(source.identity)
     _broken(path, blk__0__attn_norm__weight=np.zeros(64, dtype=np.float32))
     assert GgufSource(path, SilentReporter()).fingerprint() != first
