@@ -32,7 +32,7 @@ from .plan import Plan, plan
 from .quantise import Job, piece_name, quantise_calibrated, quantise_plain
 from .ready_made import take_ready_made
 from .workspace import Workspace
-from .writer import place_backbone, place_river, place_text_files, seal
+from .writer import place_backbone, place_configs, place_river, place_text_files, seal
 
 __all__ = ["Plan", "build", "plan"]
 
@@ -48,7 +48,9 @@ def build(plan: Plan, reporter: Reporter) -> Path:
     with Workspace(request.output, plan.fingerprint(), force=request.force, resume=request.resume) as work:
         if work.resumed:
             reporter.note(f"Resuming the unfinished work in {work.folder}.")
-        place_text_files(work, plan.source.text_files())
+        source = plan.source
+        place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
+        place_text_files(work, source.text_files())
         backbone = place_backbone(work, plan.backbone, reporter)
         return _Recipe(plan, work, reporter).finish(backbone)
 
