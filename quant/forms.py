@@ -95,8 +95,10 @@ def _codes(lines: Tensor) -> Tensor:
     halves = lines.reshape(-1).view(torch.int16).view(tiles, -1, 4, 2, 4).to(torch.int32)
     words = (halves[:, :, :, 0] & 0xFFFF) | (halves[:, :, :, 1] << 16)
     words = words.view(tiles, -1, native.TILE).transpose(1, 2)
-    low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
-    return torch.stack([low, high], dim=-1).view(torch.uint8).view(tiles * native.TILE, -1)
+    codes = torch.empty(*words.shape, 2, dtype=torch.int32)
+    torch.bitwise_and(words, 0x0F0F0F0F, out=codes[..., 0])
+    torch.bitwise_and(words >> 4, 0x0F0F0F0F, out=codes[..., 1])
+    return codes.view(torch.uint8).view(tiles * native.TILE, -1)
 
 
 def _dequantize(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
