@@ -74,7 +74,13 @@ def bf16_matmul(
     Any M works; beyond `max_rows` other products are faster. Raises ValueError for other shapes, dtypes or devices,
     and RuntimeError where `available()` is False.
     """
-    return bf16_matmuls(x, [w], [bias], threads=threads, isa=isa)[0]
+    library = _library()
+    M, K = _rows(x)
+    N = _weight(w, K)
+    out = x.new_empty((M, N))
+    at = (w.data_ptr(), N, out.data_ptr(), 0 if bias is None else _bias(bias, N))
+    library.dense(library.team, *_way(library, threads, isa), x.data_ptr(), M, K, *at)
+    return out
 
 
 def bf16_matmuls(
@@ -87,21 +93,14 @@ def bf16_matmuls(
 ) -> list[Tensor]:
     """`bf16_matmul` of one x with up to eight matrices in one call, which costs less than one call for each."""
     library = _library()
-    biases = [None] * len(weights) if biases is None else biases
-    return _dense(library, _way(library, threads, isa), x, weights, biases)
-
-
-def _dense(
-    library: _Library, way: tuple[int, int], x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
     M, K = _rows(x)
-    outs = [torch.empty(M, w.shape[0], dtype=torch.bfloat16) for w in weights]
-    parts = []
-    for w, out, bias in zip(weights, outs, biases, strict=True):
-        if w.dtype is not torch.bfloat16 or not w.is_contiguous() or w.shape[1] != K or not w.is_cpu:
-            raise ValueError("the weight must be a contiguous bf16 [N, K] on the CPU with the K of x")
-        parts += [w.data_ptr(), w.shape[0], out.data_ptr(), _bias(bias, w.shape[0])]
-    library.dense(library.team, *way, x.data_ptr(), M, K, *parts)
+    outs, places = [], []
+    for w, bias in zip(weights, biases or [None] * len(weights), strict=True):
+        N = _weight(w, K)
+        out = x.new_empty((M, N))
+        places += [w.data_ptr(), N, out.data_ptr(), 0 if bias is None else _bias(bias, N)]
+        outs.append(out)
+    library.dense(library.team, *_way(library, threads, isa), x.data_ptr(), M, K, *places)
     return outs
 
 
@@ -110,19 +109,13 @@ def int4_matmul(
 ) -> Tensor:
     """Product x [M, K] @ W.T (+ bias [N]) -> [M, N] with the packed W [N, K]; dtypes and errors as `bf16_matmul`."""
     library = _library()
-    return _int4(library, _way(library, threads, isa), x, packed, bias)
-
-
-def _int4(library: _Library, way: tuple[int, int], x: Tensor, packed: PackedInt4, bias: Tensor | None) -> Tensor:
     M, K = _rows(x)
+    N = packed.out_features
     if packed.in_features != K:
         raise ValueError(f"x has {K} columns, the packed matrix {packed.in_features}")
-    out = torch.empty(M, packed.out_features, dtype=torch.bfloat16)
-    library.int4(
-        *(library.team, *way, x.data_ptr(), M, K),
-        *(packed.data.data_ptr(), packed.out_features, out.data_ptr(), _bias(bias, packed.out_features)),
-        *(packed.groups, packed.wide),
-    )
+    out = x.new_empty((M, N))
+    at = (packed.data.data_ptr(), N, out.data_ptr(), 0 if bias is None else _bias(bias, N), packed.groups, packed.wide)
+    library.int4(library.team, *_way(library, threads, isa), x.data_ptr(), M, K, *at)
     return out
 
 
@@ -182,9 +175,14 @@ def _rows(x: Tensor) -> tuple[int, int]:
     return M, K
 
 
-def _bias(bias: Tensor | None, N: int) -> int:
-    if bias is None:
-        return 0
+def _weight(w: Tensor, K: int) -> int:
+    """Its number of rows."""
+    if w.dtype is not torch.bfloat16 or w.dim() != 2 or w.shape[1] != K or not w.is_contiguous() or not w.is_cpu:
+        raise ValueError("the weight must be a contiguous bf16 [N, K] on the CPU with the K of x")
+    return w.shape[0]
+
+
+def _bias(bias: Tensor, N: int) -> int:
     if bias.dtype is not torch.bfloat16 or bias.shape != (N,) or not bias.is_contiguous() or not bias.is_cpu:
         raise ValueError("the bias must be a contiguous bf16 [N] on the CPU")
     return bias.data_ptr()
@@ -239,7 +237,7 @@ def _torch_team() -> int:
 
 
 def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:
-    """Whether an instruction set gives what plain C gives, on small matrices and every number of rows at once."""
+    """Whether an instruction set gives what plain C gives, on small matrices and every number of rows in one pass."""
     generator = torch.Generator().manual_seed(7)
     N, K, group = 37, 200, 40
     w = torch.randn(N, K, generator=generator).bfloat16()
@@ -249,14 +247,19 @@ def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:
     for M in range(1, 9):
         x = torch.randn(M, K, generator=generator).bfloat16()
         for matrix in (w, *packs):
-            expected, got = _check_product(module, scalar, x, matrix), _check_product(module, isa, x, matrix)
+            expected, got = (_on_one_thread(module, which, x, matrix) for which in (scalar, isa))
             if not (got - expected).abs().max() <= CHECK_TOLERANCE * expected.abs().max():
                 return False
     return True
 
 
-def _check_product(module: ModuleType, isa: int, x: Tensor, matrix: Tensor | PackedInt4) -> Tensor:
-    library = _Library(module.dense, module.int4, 0, {"checked": isa})
+def _on_one_thread(module: ModuleType, isa: int, x: Tensor, matrix: Tensor | PackedInt4) -> Tensor:
+    """The product as fp32, by an instruction set that is not trusted yet."""
+    (M, K), N = x.shape, matrix.shape[0] if isinstance(matrix, Tensor) else matrix.out_features
+    out = x.new_empty((M, N))
     if isinstance(matrix, PackedInt4):
-        return _int4(library, (1, isa), x, matrix, None).float()
-    return _dense(library, (1, isa), x, [matrix], [None])[0].float()
+        at = (matrix.data.data_ptr(), N, out.data_ptr(), 0, matrix.groups, matrix.wide)
+        module.int4(0, 1, isa, x.data_ptr(), M, K, *at)
+    else:
+        module.dense(0, 1, isa, x.data_ptr(), M, K, matrix.data_ptr(), N, out.data_ptr(), 0)
+    return out.float()
