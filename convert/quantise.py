@@ -19,6 +19,7 @@ from ..runtime.cache import PassStore
 from ..runtime.decoder import Decoder, load_block
 from ..runtime.exit_layers import exit_block
 from ..runtime.progress import Task
+from ..runtime.quality import sequences_at_once
 from ..runtime.store import TensorStore
 from .workspace import Workspace
 from .writer import read_piece, write_piece
@@ -142,9 +143,9 @@ def _one_layer(job: Job, ids: Tensor, h: Tensor, index: int) -> Tensor:
 
 
 def run_block(decoder: Decoder, block: Block, ids: Tensor, h: Tensor) -> Tensor:
-    """Take sequences h [n, S, hidden] through one block, one after another."""
+    """Take sequences h [n, S, hidden] through one block, a few at a time."""
     step = decoder.step(None, ids[:1])
-    return torch.cat([block(row, step, PassStore(decoder.arch)) for row in h.split(1)])
+    return torch.cat([block(rows, step, PassStore(decoder.arch)) for rows in h.split(sequences_at_once(h.shape[1]))])
 
 
 def watch(decoder: Decoder, block: Block, ids: Tensor, h: Tensor) -> Mapping[str, Tensor]:

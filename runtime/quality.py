@@ -19,6 +19,7 @@ from .step import Step
 
 LOGIT_BYTES = 384 << 20
 """Float32 logits held at a time: all policies of a slice of tokens."""
+TOKENS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Track:
 def push(tracks: Sequence[Track], step: Step, ladder: Ladder, layer: int) -> None:
     """Take every track through block `layer` (from 1). Tracks that agree so far are computed once.
 
-    `step` is one for a sequence of S tokens without a cache; sequences are run one after another, so that memory does
-    not grow with their number. Only rung `layer - 1` of the ladder is used.
+    `step` is one for a sequence of S tokens without a cache; a few sequences run at a time, so that memory does not grow
+    with their number. Only rung `layer - 1` of the ladder is used.
     """
     done: list[tuple[Tensor, Tensor, Tensor]] = []
     for track in tracks:
@@ -72,8 +73,14 @@ def push(tracks: Sequence[Track], step: Step, ladder: Ladder, layer: int) -> Non
 
 
 def _through(track: Track, step: Step, ladder: Ladder, layer: int) -> Tensor:
-    rows = zip(track.h.split(1), track.left.split(1), strict=True)
+    count = sequences_at_once(step.width)
+    rows = zip(track.h.split(count), track.left.split(count), strict=True)
     return torch.cat([ladder.block(layer - 1, left)(h, step, PassStore(ladder.arch)) for h, left in rows])
+
+
+def sequences_at_once(length: int) -> int:
+    """Return how many sequences of `length` tokens to run together: weights are unpacked once for all of them."""
+    return max(1, TOKENS_AT_ONCE // length)
 
 
 @dataclass
