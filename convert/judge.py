@@ -18,7 +18,7 @@ from ..runtime.routing import Ladder
 from ..runtime.store import TensorStore
 from .quantise import release
 
-TAUS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+TAUS = (0.5, 0.8, 0.9, 0.95, 0.98)
 """Thresholds of the curve in the manifest."""
 
 

@@ -97,7 +97,7 @@ class _Recipe:
 
     def _judge(self, text: CalibrationText, river: TensorStore) -> Verdict:
         settings = self._plan.request.river
-        taus = TAUS if settings.tau is None else tuple(sorted({*TAUS, settings.tau}))
+        taus = TAUS if settings.tau is None else (settings.tau,)
         if not self._work.has(_JUDGED):
             verdict = judge(
                 Files(self._frame, self._store, river),
