@@ -132,6 +132,16 @@ class KVCache:
             raise RotationChangedError
         self._regimes = step.regimes
 
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` tokens a row, keeping what is stored."""
+        if capacity <= self.capacity:
+            return
+        for buffers in (self._keys, self._values):
+            for slot, old in enumerate(buffers):
+                buffers[slot] = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+                buffers[slot][:, :, : self.capacity] = old
+        self.capacity = capacity
+
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget what lies beyond `lengths` (one for all rows, or one per row) in every slot."""
         limits = (lengths,) * self.batch if isinstance(lengths, int) else tuple(lengths)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AdaptError, ResourceError, UsageError
-from .cache import KVCache
+from .cache import KVCache, RotationChangedError
 from .sampling import Sampler, Sampling
 from .stops import Stops, StreamedText
 from .stream import FinishReason, GenerationStats, TokenRecord, TokenStream
@@ -225,13 +225,24 @@ class _Run:
         kv = self.cache.reserve(soon, eventually=len(prompt) + self.limit)
         kept = self.stats.reused_tokens = self.cache.reuse(prompt)
         with torch.inference_mode():
-            output = self.model.prefill(torch.tensor([prompt[kept:]]), kv)
+            try:
+                output = self.model.prefill(torch.tensor([prompt[kept:]]), kv)
+            except RotationChangedError:
+                output = self._again(prompt, kv)
         self.cache.ids = prompt
         return output
 
     def _decode(self, token: int) -> StepOutput:
         kv = self.cache.reserve(len(self.cache.ids) + 1)
         with torch.inference_mode():
-            output = self.model.decode(torch.tensor([[token]]), kv)
+            try:
+                output = self.model.decode(torch.tensor([[token]]), kv)
+            except RotationChangedError:
+                output = self._again([*self.cache.ids, token], kv)
         self.cache.ids.append(token)
         return output
+
+    def _again(self, ids: list[int], kv: KVCache) -> StepOutput:
+        """Run the whole sequence afresh: longrope rotates all keys otherwise beyond the length first trained."""
+        kv.truncate(0)
+        return self.model.prefill(torch.tensor([ids]), kv)

@@ -12,6 +12,7 @@ class Task(Protocol):
 
     def advance(self, amount: float = 1) -> None:
         """Add `amount` to what is done."""
+        ...
 
 
 class Reporter(Protocol):
@@ -19,12 +20,15 @@ class Reporter(Protocol):
 
     def task(self, title: str, total: float) -> AbstractContextManager[Task]:
         """Open a bar; it closes with the context."""
+        ...
 
     def note(self, text: str) -> None:
         """Say something once."""
+        ...
 
     def warn(self, text: str) -> None:
         """Say something the user should act on."""
+        ...
 
 
 class _SilentTask:
@@ -35,7 +39,7 @@ class _SilentTask:
 class SilentReporter:
     """Reports nothing."""
 
-    def task(self, title: str, total: float) -> AbstractContextManager[Task]:
+    def task(self, title: str, total: float) -> AbstractContextManager[Task]:  # noqa: ARG002 - see Reporter
         """See `Reporter.task`."""
         return nullcontext(_SilentTask())
 

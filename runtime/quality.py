@@ -59,8 +59,8 @@ class Track:
 def push(tracks: Sequence[Track], step: Step, ladder: Ladder, layer: int) -> None:
     """Take every track through block `layer` (from 1). Tracks that agree so far are computed once.
 
-    `step` is one for a sequence of S tokens without a cache; a few sequences run at a time, so that memory does not grow
-    with their number. Only rung `layer - 1` of the ladder is used.
+    `step` is one for a sequence of S tokens without a cache; a few sequences run at a time, so that memory does not
+    grow with their number. Only rung `layer - 1` of the ladder is used.
     """
     done: list[tuple[Tensor, Tensor, Tensor]] = []
     for track in tracks:

@@ -35,7 +35,8 @@ def test_house_budget(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
+            start = node.body[0].lineno  # a command's options are data and stand in its signature
+            assert node.end_lineno - start < 60, f"{node.name} is too long"
 
 
 def test_no_pickle_and_no_remote_code() -> None:
