@@ -56,7 +56,6 @@ class RiverSettings:
     def _check_combinations(self) -> None:
         hint = "Leave out one of the two."
         taken = self.river_from is not None
-        _demand(not (taken and self.calibration), "--river-from does not quantise: --calibration has no use", hint)
         _demand(not (taken and self.group_size), "--river-from brings its own --group-size", hint)
         symmetric_hqq = self.quantizer == "hqq" and self.symmetric
         _demand(not symmetric_hqq, "hqq has real-valued zeros and cannot be symmetric", "Use rtn or gptq.")
