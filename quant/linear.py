@@ -17,7 +17,7 @@ from .kernels import native
 from .layout import Int4Matrix
 from .probe import Kernel, Kernels, aten_product, aten_weight, inner_k_tiles, probe
 
-__all__ = ["DenseLinear", "Int4Linear", "Kernels", "Linear", "needs_fp32", "probe"]
+__all__ = ["DenseGroup", "DenseLinear", "Int4Linear", "Kernels", "Linear", "needs_fp32", "probe"]
 
 # Measured with torch 2.13 on AVX2: the bf16 product costs one pass over the weight per row, a cast to fp32 about four.
 MATVEC_ROWS = 4
@@ -58,10 +58,12 @@ class DenseLinear:
         self._many: Product = self._by_chunks if slow else self._direct
         self._few: Product = self._direct
         few_rows = MATVEC_ROWS
-        if weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and native.available():
+        fixed = not weight.requires_grad and weight.is_contiguous()
+        self.is_native = fixed and weight.dtype is torch.bfloat16 and weight.is_cpu and native.available()
+        if self.is_native:
             self._few = self._native
             few_rows = native.max_rows if slow else MATVEC_ROWS
-        self._few_elements = few_rows * self.in_features
+        self.few_elements = few_rows * self.in_features  # of x, for which the product for few rows is used
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +72,7 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """From x [..., K] to [..., N]."""
-        return self._few(x) if 0 < x.numel() <= self._few_elements else self._many(x)
+        return self._few(x) if 0 < x.numel() <= self.few_elements and not x.requires_grad else self._many(x)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """float32 [stop - start, K]."""
@@ -85,6 +87,31 @@ class DenseLinear:
 
     def _by_chunks(self, x: Tensor) -> Tensor:
         return chunked_linear(x, self, self.out_features, self.bias)
+
+
+class DenseGroup:
+    """Few rows times several dense matrices in one native call: it costs less than one for each. Nothing is copied."""
+
+    def __init__(self, linears: Sequence[DenseLinear]) -> None:
+        self._weights = [linear.weight for linear in linears]
+        self._biases = [linear.bias for linear in linears]
+        self._in_features, self._out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
+        self._few_elements = min(linear.few_elements for linear in linears)
+
+    @classmethod
+    def of(cls, linears: Sequence[Linear]) -> "DenseGroup | None":
+        """The group, or None where there is nothing to gain or a linear is of another kind."""
+        dense = [linear for linear in linears if isinstance(linear, DenseLinear) and linear.is_native]
+        return cls(dense) if len(dense) == len(linears) and 1 < len(dense) <= native.MOST_MATRICES else None
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether x [..., K] has few enough rows, and no gradient."""
+        return 0 < x.numel() <= self._few_elements and not x.requires_grad
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """From x [..., K], which must fit, to the outputs side by side [..., sum of N]."""
+        out = native.bf16_matmuls(x.reshape(-1, self._in_features).contiguous(), self._weights, self._biases)
+        return out.view(*x.shape[:-1], self._out_features)
 
 
 class Int4Linear:

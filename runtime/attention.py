@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, rms_norm, scaled_dot_product_attention, silu
 
+from ..quant.kernels import small
 from .step import View
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -18,6 +19,26 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 CAPPED_ROWS = 256  # of scores in memory at a time, where there is no fused kernel
+
+
+def runs_native(weight: Tensor) -> bool:
+    """Whether few rows beside this weight go through the native operations: bf16 on the CPU, nothing trained."""
+    return weight.dtype is torch.bfloat16 and weight.is_cpu and not weight.requires_grad and small.available()
+
+
+class Gated:
+    """activation(gate) * up: the middle of an MLP. `native` allows the native operation for few rows."""
+
+    def __init__(self, activation: str, *, native: bool) -> None:
+        self._activation = ACTIVATIONS[activation]
+        self._few = small.Gate(activation) if native and activation in small.GATES else None
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """From gate and up [B, S, N] to the same shape."""
+        few = self._few
+        if few is None or gate.shape[0] * gate.shape[1] > small.MAX_ROWS or gate.requires_grad or up.requires_grad:
+            return self._activation(gate) * up
+        return few(gate, up)
 
 
 class RMSNorm:
@@ -30,10 +51,14 @@ class RMSNorm:
         self._shape = weight.shape
         self._factor = 1.0 + weight.float() if offset and not weight.requires_grad else weight
         self._fixed = not weight.requires_grad and weight.device.type == "cpu"
+        self._few = small.RowNorm(self._factor.float(), eps) if runs_native(weight) else None
+        self._few_elements = small.MAX_ROWS * weight.shape[0]
         self._doubled = torch.cat((self._factor, self._factor)) if self._fixed else self._factor
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension of x [..., D]."""
+        if self._few is not None and x.numel() <= self._few_elements and not x.requires_grad:
+            return self._few(x)
         if self._fixed and x.numel() == self._shape[0]:
             return self._of_one_row(x)
         if not self._offset:
@@ -66,6 +91,10 @@ class HeadNorm:
         if self._offset:
             return (rms_norm(x.float(), x.shape[-1:], None, self._eps) * factor).to(x.dtype)
         return rms_norm(x, x.shape[-1:], None, self._eps) * factor
+
+    def factors(self) -> Tensor:
+        """What each head is multiplied by, float32 [heads, head_dim]."""
+        return self._build().squeeze(1).float().contiguous()
 
     def _build(self) -> Tensor:
         rows = torch.cat([weight.expand(heads, -1) for weight, heads in self.weights]).unsqueeze(1)

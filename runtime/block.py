@@ -4,16 +4,17 @@ Its matrices are `quant.linear.Linear` objects, so a block does not know whether
 values go through a KV store, so it does not know whether there is a cache. Knows no files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ..quant.linear import Linear
+from ..quant.kernels import small
+from ..quant.linear import DenseGroup, Linear
 from .architecture import Architecture
-from .attention import ACTIVATIONS, HeadNorm, RMSNorm, attend, rotate
+from .attention import Gated, HeadNorm, RMSNorm, attend, rotate, runs_native
 from .cache import KVStore
 
 if TYPE_CHECKING:
@@ -33,9 +34,13 @@ class Separate:
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
+        self._group = DenseGroup.of(linears)
+        self._sizes = [linear.out_features for linear in linears]
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """See `Projection`."""
+        if self._group is not None and self._group.fits(x):
+            return self._group(x).split_with_sizes(self._sizes, -1)
         return [linear(x) for linear in self.linears]
 
 
@@ -44,9 +49,14 @@ class SeparateHeads:
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
+        self._group = DenseGroup.of(linears)
+        *heads, value = [linear.out_features for linear in linears]
+        self._sizes = [sum(heads), value]
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """See `Projection`."""
+        if self._group is not None and self._group.fits(x):
+            return self._group(x).split_with_sizes(self._sizes, -1)
         if len(self.linears) == 1:
             return (self.linears[0](x),)
         query, key, value = self.linears
@@ -100,7 +110,9 @@ class Block:
         self._kind = arch.kind_of[index]
         self._heads, self._width = [arch.num_heads, arch.num_kv_heads], arch.head_dim
         self._scale, self._softcap = arch.attention_scale, arch.attention_softcap
-        self._activation: Callable[[Tensor], Tensor] = ACTIVATIONS[arch.activation]
+        native = runs_native(norms.before_attention.weight)
+        self._gated = Gated(arch.activation, native=native)
+        self._token = _token_attention(arch, norms.heads) if native else None
 
     def __call__(self, h: Tensor, step: "Step", kv: KVStore) -> Tensor:
         """Map h [B, S, hidden] to the same shape and dtype. Keys and values go to and come from `kv`."""
@@ -108,12 +120,17 @@ class Block:
         mixed = self._attention(norms.before_attention(h), step, kv)
         h = h + (mixed if norms.after_attention is None else norms.after_attention(mixed))
         gate, up = self.gate_up(norms.before_mlp(h))
-        mixed = self.down(self._activation(gate) * up)
+        mixed = self.down(self._gated(gate, up))
         return h + (mixed if norms.after_mlp is None else norms.after_mlp(mixed))
 
     def _attention(self, x: Tensor, step: "Step", kv: KVStore) -> Tensor:
         view = step.views[self._kind]
         heads, *value = self.qkv(x)
+        if self._token is not None and step.single and not heads.requires_grad:
+            buffers = kv.claim(step, self.index)
+            if buffers is not None:
+                own, (keys, values), seen = value[0] if value else None, buffers, range(view.first, step.end)
+                return self.output(self._token(heads, own, view.cos, view.sin, keys, values, seen))
         q = self._turn(heads, view.cos, view.sin)
         if value:
             q, k = q.split_with_sizes(self._heads, 1)
@@ -132,3 +149,17 @@ class Block:
         norm = self.norms.heads
         heads = heads if norm is None else norm(heads)
         return heads if cos is None or sin is None else rotate(heads, cos, sin)
+
+
+def _token_attention(arch: Architecture, norm: HeadNorm | None) -> small.TokenAttention | None:
+    """The native attention of one token, where it can do what the family wants."""
+    if arch.attention_softcap is not None:
+        return None
+    return small.TokenAttention(
+        arch.num_heads,
+        arch.num_kv_heads,
+        arch.head_dim,
+        scale=arch.attention_scale,
+        factors=None if norm is None else norm.factors(),
+        eps=arch.norm_eps,
+    )

@@ -37,6 +37,13 @@ class KVStore(Protocol):
         """Keys and values [B, kv_heads, T, head_dim] that the layer attends to, from the step's first key on."""
         ...
 
+    def claim(self, step: "Step", layer: int) -> tuple[Tensor, Tensor] | None:
+        """Buffers [B, kv_heads, capacity, head_dim] of a layer, None where there are none.
+
+        The caller writes its keys and values at the positions of the step, which counts as stored from now on.
+        """
+        ...
+
 
 class PassStore:
     """Keys and values of one pass over whole sequences, for scoring and training: nothing is written in place.
@@ -55,6 +62,9 @@ class PassStore:
     def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the step starts at 0
         """See `KVStore.fetch`."""
         return self._kept[self._sources[layer]]
+
+    def claim(self, step: "Step", layer: int) -> None:
+        """See `KVStore.claim`."""
 
 
 class KVCache:
@@ -168,3 +178,9 @@ class KVCache:
         first = step.first_key(layer)
         count = step.end - first
         return self._keys[slot].narrow(2, first, count), self._values[slot].narrow(2, first, count)
+
+    def claim(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.claim`."""
+        slot = self.slot_of[layer]
+        self._lengths[slot] = step.ends
+        return self._keys[slot], self._values[slot]

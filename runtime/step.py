@@ -68,6 +68,8 @@ class Step:
         self.views = tuple(self._view(kind) for kind in arch.kinds)
         self._first = tuple(self.views[kind].first for kind in arch.kind_of)
         self.query_scale = self._query_scale(arch.query_scaling)
+        # One token of one sequence, for which there is a native attention.
+        self.single = self.width == 1 and len(starts) == 1 and self.query_scale is None
 
     def first_key(self, layer: int) -> int:
         """The first position that any query of this pass sees in `layer`."""

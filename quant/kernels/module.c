@@ -2,19 +2,13 @@
  *
  * It trusts its arguments; native.py checks them. It keeps no state and knows nothing of torch.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "module.h"
+
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "native.h"
-
 static const Isa *const isas[] = {&adapt_isa_avx512bf16, &adapt_isa_avx512, &adapt_isa_avx2, &adapt_isa_scalar};
 enum { ISAS = sizeof isas / sizeof *isas, MAX_PARTS = 8 };
-
-/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that spin between calls, and a
- * second pool would fight with them for the cores. */
-typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
 
 typedef struct {
     const Isa *isa;
@@ -117,9 +111,9 @@ static int run_int4(Job *job) {
 }
 
 /* The common arguments: team, threads, isa, x, M, K. False with an exception set. */
-enum { COMMON = 6 };
+enum { COMMON = 6, DENSE_ARGS = 5 };
 
-static int read_numbers(PyObject *const *args, Py_ssize_t count, long long *to) {
+int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to) {
     for (Py_ssize_t i = 0; i < count; i++) {
         to[i] = PyLong_AsLongLong(args[i]);
         if (to[i] == -1 && PyErr_Occurred()) return 0;
@@ -127,14 +121,17 @@ static int read_numbers(PyObject *const *args, Py_ssize_t count, long long *to) 
     return 1;
 }
 
+const Isa *adapt_find_isa(long long index) {
+    if (index >= 0 && index < ISAS && isas[index]->supported()) return isas[index];
+    PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
+    return NULL;
+}
+
 static int read_common(const long long *a, Job *job) {
-    if (a[2] < 0 || a[2] >= ISAS || !isas[a[2]]->supported()) {
-        PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
-        return 0;
-    }
+    job->isa = adapt_find_isa(a[2]);
+    if (!job->isa) return 0;
     job->team = (Team)(uintptr_t)a[0];
     job->threads = a[1] < 1 ? 1 : a[1];
-    job->isa = isas[a[2]];
     job->x = (const uint16_t *)(uintptr_t)a[3];
     job->M = a[4];
     job->K = a[5];
@@ -150,21 +147,22 @@ static PyObject *finish(Job *job, int (*body)(Job *)) {
     Py_RETURN_NONE;
 }
 
-/* dense(team, threads, isa, x, M, K, then w, n, out, bias for each matrix) */
+/* dense(team, threads, isa, x, M, K, then w, n, out, out_stride, bias for each matrix) */
 static PyObject *dense(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long a[COMMON + 4 * MAX_PARTS];
+    long long a[COMMON + DENSE_ARGS * MAX_PARTS];
     (void)self;
-    if (count < COMMON + 4 || (count - COMMON) % 4 || count > COMMON + 4 * MAX_PARTS) {
-        PyErr_SetString(PyExc_TypeError, "dense(team, threads, isa, x, M, K, (w, n, out, bias) x 1..8)");
+    if (count < COMMON + DENSE_ARGS || (count - COMMON) % DENSE_ARGS || count > COMMON + DENSE_ARGS * MAX_PARTS) {
+        PyErr_SetString(PyExc_TypeError, "dense(team, threads, isa, x, M, K, (w, n, out, out_stride, bias) x 1..8)");
         return NULL;
     }
     Job job = {0};
-    if (!read_numbers(args, count, a) || !read_common(a, &job)) return NULL;
-    job.parts = (int)((count - COMMON) / 4);
+    if (!adapt_read_numbers(args, count, a) || !read_common(a, &job)) return NULL;
+    job.parts = (int)((count - COMMON) / DENSE_ARGS);
     for (int i = 0; i < job.parts; i++) {
-        const long long *p = a + COMMON + 4 * i;
+        const long long *p = a + COMMON + DENSE_ARGS * i;
         job.dense[i] = (Dense){.w = (const uint16_t *)(uintptr_t)p[0], .n = p[1],
-                               .out = (uint16_t *)(uintptr_t)p[2], .bias = (const uint16_t *)(uintptr_t)p[3]};
+                               .out = (uint16_t *)(uintptr_t)p[2], .out_stride = p[3],
+                               .bias = (const uint16_t *)(uintptr_t)p[4]};
     }
     return finish(&job, run_dense);
 }
@@ -178,7 +176,7 @@ static PyObject *int4(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         return NULL;
     }
     Job job = {0};
-    if (!read_numbers(args, count, a) || !read_common(a, &job)) return NULL;
+    if (!adapt_read_numbers(args, count, a) || !read_common(a, &job)) return NULL;
     const long long *p = a + COMMON;
     job.int4 = (Int4){.data = (const uint8_t *)(uintptr_t)p[0], .n = p[1], .out = (uint16_t *)(uintptr_t)p[2],
                       .bias = (const uint16_t *)(uintptr_t)p[3], .groups = p[4], .wide = p[5] != 0,
@@ -201,6 +199,9 @@ static PyObject *names(PyObject *self, PyObject *none) {
 static PyMethodDef methods[] = {
     {"dense", (PyCFunction)(void (*)(void))dense, METH_FASTCALL, "bf16 matrices times bf16 rows"},
     {"int4", (PyCFunction)(void (*)(void))int4, METH_FASTCALL, "a packed 4-bit matrix times bf16 rows"},
+    {"rms_norm", (PyCFunction)(void (*)(void))adapt_rms_norm, METH_FASTCALL, "RMS norm of bf16 rows"},
+    {"gated", (PyCFunction)(void (*)(void))adapt_gated, METH_FASTCALL, "activation(gate) * up of bf16 rows"},
+    {"attend", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "one token into the cache, and its attention"},
     {"names", names, METH_NOARGS, "instruction sets, best first"},
     {NULL, NULL, 0, NULL},
 };

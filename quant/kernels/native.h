@@ -5,6 +5,7 @@
 #ifndef ADAPT_NATIVE_H
 #define ADAPT_NATIVE_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -14,14 +15,16 @@ enum {
     LINE = 64,       /* bytes of a tile that hold 8 inputs of its 16 rows */
     LINE_INPUTS = 8,
     BLOCK = 8,       /* rows of x that one pass over the weights can serve at most */
+    ATTEND_HEADS = 8, /* query heads that one pass over keys and values can serve at most */
+    PAD = 16,         /* heads in fp32 are padded to a multiple of this with zeros */
 };
 
 /* One bf16 matrix [n, K], row-major, and where its product goes. */
 typedef struct {
     const uint16_t *w;
     const uint16_t *bias; /* [n] or NULL */
-    uint16_t *out;        /* [M, n] */
-    int64_t n;
+    uint16_t *out;        /* [M, n], rows `out_stride` apart */
+    int64_t n, out_stride;
 } Dense;
 
 /* One packed 4-bit matrix: tiles of 16 rows; a tile is a list of groups; a group is its parameters (16 scales, 16
@@ -33,6 +36,19 @@ typedef struct {
     int64_t n, groups, lines;
     int wide;
 } Int4;
+
+enum { SILU, GELU_TANH }; /* activations of a gate */
+
+/* Attention of one token: `heads` queries of `width`, in `groups` that share keys and values. */
+typedef struct {
+    const uint16_t *keys, *values; /* [groups, positions, width], the groups `stride` values apart */
+    int64_t heads, groups, width, stride;
+    int64_t first, count; /* the positions that are seen */
+    int64_t padded;       /* width as a multiple of PAD */
+    const float *q;       /* [heads, padded], scaled */
+    float *sums;          /* [heads, padded], zeros */
+    uint16_t *out;        /* [heads, width] */
+} Attention;
 
 /* An instruction set. `prepare_*` lay x [M, K] out for the products; each product serves rows [first, last) of the
  * weights (a multiple of TILE for int4) for `rows` <= BLOCK rows of x from row m0 on. `sums` has two floats for each
@@ -47,6 +63,9 @@ typedef struct {
     size_t (*int4_bytes)(int64_t M, int64_t K);
     void (*int4_prepare)(const uint16_t *x, int64_t M, int64_t K, int64_t groups, void *xs, float *sums);
     void (*int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first, int64_t last);
+    void (*rms_norm)(const uint16_t *x, const float *factor, uint16_t *out, int64_t rows, int64_t D, float eps);
+    void (*gated)(int kind, const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count);
+    void (*attend)(const Attention *a, int64_t group);
 } Isa;
 
 /* M rows in passes of at most `widest`, as equal as can be. */
@@ -72,11 +91,11 @@ static inline uint16_t float_to_bf16(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* sums [rows][count] of a block of x -> out [M, n], columns first .. first + count - 1. */
+/* sums [rows][count] of a block of x -> out [M, ld], columns first .. first + count - 1. */
 static inline void store_rows(const float *sums, int64_t stride, int rows, int64_t count, const uint16_t *bias,
-                              uint16_t *out, int64_t n, int64_t m0, int64_t first) {
+                              uint16_t *out, int64_t ld, int64_t m0, int64_t first) {
     for (int m = 0; m < rows; m++) {
-        uint16_t *to = out + (m0 + m) * n + first;
+        uint16_t *to = out + (m0 + m) * ld + first;
         const float *from = sums + m * stride;
         if (bias) {
             for (int64_t i = 0; i < count; i++) to[i] = float_to_bf16(from[i] + bf16_to_float(bias[first + i]));

@@ -20,13 +20,17 @@ from torch import Tensor
 TILE = 16  # rows of a packed tile
 LINE_INPUTS = 8  # inputs of a packed line, for the 16 rows of its tile
 LONGEST_GROUP = 128  # longer groups are packed in parts, so that sums of 128 + q lose nothing in fp32
+MOST_MATRICES = 8  # in one call
 CHECK_TOLERANCE = 0.02  # of the largest output; bf16 rounds to 0.004, a wrong lane is off by about 1
 
 max_rows = 64  # measured on AVX2: torch's fp32 product, with the weight cast on the way, wins from about 200 rows on
 
 
 @dataclass(frozen=True)
-class _Library:
+class Library:
+    """The C module as it can be used here."""
+
+    module: ModuleType
     dense: Callable[..., None]
     int4: Callable[..., None]
     team: int  # address of GOMP_parallel in the OpenMP runtime that torch uses, or 0
@@ -74,48 +78,52 @@ def bf16_matmul(
     Any M works; beyond `max_rows` other products are faster. Raises ValueError for other shapes, dtypes or devices,
     and RuntimeError where `available()` is False.
     """
-    library = _library()
+    found = library()
     M, K = _rows(x)
     N = _weight(w, K)
     out = x.new_empty((M, N))
-    at = (w.data_ptr(), N, out.data_ptr(), 0 if bias is None else _bias(bias, N))
-    library.dense(library.team, *_way(library, threads, isa), x.data_ptr(), M, K, *at)
+    at = (w.data_ptr(), N, out.data_ptr(), N, 0 if bias is None else _bias(bias, N))
+    found.dense(found.team, *_way(found, threads, isa), x.data_ptr(), M, K, *at)
     return out
 
 
 def bf16_matmuls(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
+    biases: Sequence[Tensor | None],
     *,
     threads: int | None = None,
     isa: str | None = None,
-) -> list[Tensor]:
-    """`bf16_matmul` of one x with up to eight matrices in one call, which costs less than one call for each."""
-    library = _library()
+) -> Tensor:
+    """`bf16_matmul` of one x with up to eight matrices at once, side by side in one result [M, sum of N].
+
+    One call costs less than one for each. Raises as `bf16_matmul` does.
+    """
+    found = library()
     M, K = _rows(x)
-    outs, places = [], []
-    for w, bias in zip(weights, biases or [None] * len(weights), strict=True):
-        N = _weight(w, K)
-        out = x.new_empty((M, N))
-        places += [w.data_ptr(), N, out.data_ptr(), 0 if bias is None else _bias(bias, N)]
-        outs.append(out)
-    library.dense(library.team, *_way(library, threads, isa), x.data_ptr(), M, K, *places)
-    return outs
+    widths = [_weight(w, K) for w in weights]
+    total = sum(widths)
+    out = x.new_empty((M, total))
+    at, places = out.data_ptr(), []
+    for w, N, bias in zip(weights, widths, biases, strict=True):
+        places += (w.data_ptr(), N, at, total, 0 if bias is None else _bias(bias, N))
+        at += N * out.itemsize
+    found.dense(found.team, *_way(found, threads, isa), x.data_ptr(), M, K, *places)
+    return out
 
 
 def int4_matmul(
     x: Tensor, packed: PackedInt4, bias: Tensor | None = None, *, threads: int | None = None, isa: str | None = None
 ) -> Tensor:
     """Product x [M, K] @ W.T (+ bias [N]) -> [M, N] with the packed W [N, K]; dtypes and errors as `bf16_matmul`."""
-    library = _library()
+    found = library()
     M, K = _rows(x)
     N = packed.out_features
     if packed.in_features != K:
         raise ValueError(f"x has {K} columns, the packed matrix {packed.in_features}")
     out = x.new_empty((M, N))
     at = (packed.data.data_ptr(), N, out.data_ptr(), 0 if bias is None else _bias(bias, N), packed.groups, packed.wide)
-    library.int4(library.team, *_way(library, threads, isa), x.data_ptr(), M, K, *at)
+    found.int4(found.team, *_way(found, threads, isa), x.data_ptr(), M, K, *at)
     return out
 
 
@@ -188,25 +196,26 @@ def _bias(bias: Tensor, N: int) -> int:
     return bias.data_ptr()
 
 
-def _library() -> _Library:
+def library() -> Library:
+    """The loaded module. Raises RuntimeError where `available()` is False."""
     found = _load()
-    if isinstance(found, _Library):
+    if isinstance(found, Library):
         return found
     raise RuntimeError(found)
 
 
-def _way(library: _Library, threads: int | None, name: str | None) -> tuple[int, int]:
+def _way(found: Library, threads: int | None, name: str | None) -> tuple[int, int]:
     """Number of threads and index of the instruction set."""
     threads = threads or torch.get_num_threads()
     if name is None:
-        return threads, next(iter(library.isas.values()))
-    if name not in library.isas:
+        return threads, next(iter(found.isas.values()))
+    if name not in found.isas:
         raise ValueError(f"instruction set {name} is not usable here")
-    return threads, library.isas[name]
+    return threads, found.isas[name]
 
 
 @cache
-def _load() -> _Library | str:
+def _load() -> Library | str:
     """The library, or why there is none."""
     if sys.byteorder != "little":
         return "the packed formats are little-endian and this machine is not"
@@ -214,10 +223,12 @@ def _load() -> _Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
+    if not hasattr(module, "attend"):
+        return "the C module was built from an older source: install the package again"
     isas = {name: index for index, name in enumerate(module.names()) if name is not None}
     team = _torch_team()
     good = {n: i for n, i in isas.items() if n == "scalar" or _agrees(module, i, isas["scalar"])}
-    return _Library(module.dense, module.int4, team, good)
+    return Library(module, module.dense, module.int4, team, good)
 
 
 def _torch_team() -> int:
@@ -261,5 +272,5 @@ def _on_one_thread(module: ModuleType, isa: int, x: Tensor, matrix: Tensor | Pac
         at = (matrix.data.data_ptr(), N, out.data_ptr(), 0, matrix.groups, matrix.wide)
         module.int4(0, 1, isa, x.data_ptr(), M, K, *at)
     else:
-        module.dense(0, 1, isa, x.data_ptr(), M, K, matrix.data_ptr(), N, out.data_ptr(), 0)
+        module.dense(0, 1, isa, x.data_ptr(), M, K, matrix.data_ptr(), N, out.data_ptr(), N, 0)
     return out.float()

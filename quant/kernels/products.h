@@ -113,7 +113,7 @@ static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t 
 #undef CASE
             }
         }
-        store_rows(sums, STRIP, rows, height, d->bias, d->out, d->n, m0, n);
+        store_rows(sums, STRIP, rows, height, d->bias, d->out, d->out_stride, m0, n);
     }
 }
 
@@ -229,7 +229,10 @@ static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, in
     }
 }
 
+#include "rows.h"
+
 const Isa ISA_SYMBOL = {
     ISA_NAME,         NAME(supported), DENSE_BLOCK,        INT4_BLOCK,      NAME(dense_bytes), NAME(dense_prepare),
     NAME(dense_rows), NAME(int4_bytes), NAME(int4_prepare), NAME(int4_rows),
+    NAME(rms_norm),   NAME(gated),     NAME(attend),
 };

@@ -36,7 +36,7 @@ static void dense_rows(const Dense *d, int64_t K, const void *xs, int64_t m0, in
     for (int64_t n = first; n < last; n++) {
         float sums[BLOCK];
         for (int m = 0; m < rows; m++) sums[m] = dot(d->w + n * K, x + m * K, K);
-        store_rows(sums, 1, rows, 1, d->bias, d->out, d->n, m0, n);
+        store_rows(sums, 1, rows, 1, d->bias, d->out, d->out_stride, m0, n);
     }
 }
 
@@ -85,6 +85,45 @@ static void int4_rows(const Int4 *p, const void *xs, const float *sums, int64_t 
         }
 }
 
+static void rms_norm(const uint16_t *x, const float *factor, uint16_t *out, int64_t rows, int64_t D, float eps) {
+    for (int64_t m = 0; m < rows; m++, x += D, out += D) {
+        double total = 0;
+        for (int64_t d = 0; d < D; d++) total += (double)bf16_to_float(x[d]) * bf16_to_float(x[d]);
+        float scale = (float)(1.0 / sqrt(total / (double)D + eps));
+        for (int64_t d = 0; d < D; d++) out[d] = float_to_bf16(bf16_to_float(x[d]) * scale * factor[d]);
+    }
+}
+
+static void gated(int kind, const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float x = bf16_to_float(gate[i]);
+        float share = kind == GELU_TANH ? 0.5f * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)))
+                                        : 1.0f / (1.0f + expf(-x));
+        out[i] = float_to_bf16(x * share * bf16_to_float(up[i]));
+    }
+}
+
+/* Scores are computed anew rather than kept: once for the largest, once for the sums. */
+static void attend(const Attention *a, int64_t group) {
+    int64_t size = a->heads / a->groups, D = a->width, first = group * a->stride + a->first * D;
+    for (int64_t head = group * size; head < (group + 1) * size; head++) {
+        const float *q = a->q + head * a->padded;
+        float *sums = a->sums + head * a->padded, largest = -INFINITY, total = 0;
+        for (int64_t t = 0; t < a->count; t++) {
+            float score = dot(a->keys + first + t * D, q, D);
+            largest = score > largest ? score : largest;
+        }
+        for (int64_t t = 0; t < a->count; t++) {
+            float weight = expf(dot(a->keys + first + t * D, q, D) - largest);
+            const uint16_t *value = a->values + first + t * D;
+            for (int64_t d = 0; d < D; d++) sums[d] += weight * bf16_to_float(value[d]);
+            total += weight;
+        }
+        for (int64_t d = 0; d < D; d++) a->out[head * D + d] = float_to_bf16(sums[d] / total);
+    }
+}
+
 const Isa adapt_isa_scalar = {
     "scalar", supported, BLOCK, BLOCK, x_bytes, prepare, dense_rows, x_bytes, int4_prepare, int4_rows,
+    rms_norm, gated, attend,
 };

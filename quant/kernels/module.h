@@ -1,0 +1,25 @@
+/* What the parts of the Python module share: numbers from arguments, instruction sets by index, a team of threads. */
+#ifndef ADAPT_MODULE_H
+#define ADAPT_MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "native.h"
+
+/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that spin between calls, and a
+ * second pool would fight with them for the cores. */
+typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
+
+/* False with an exception set where an argument is no number. */
+int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);
+
+/* NULL with an exception set where this processor does not have it. */
+const Isa *adapt_find_isa(long long index);
+
+/* Functions of the module that rows.c gives; METH_FASTCALL. */
+PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);
+
+#endif

@@ -1,0 +1,141 @@
+/* The small operations of one token: arguments, the rotation and the step into the cache, threads for long contexts.
+ * Like module.c it trusts its arguments, which small.py checks. The arithmetic that is worth vectors is in rows.h.
+ */
+#include "module.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+static const uint16_t *address(long long number) { return (const uint16_t *)(uintptr_t)number; }
+
+static int read_all(PyObject *const *args, Py_ssize_t count, long long *to, int wanted, int floats, const char *usage) {
+    if (count == wanted + floats) return adapt_read_numbers(args, wanted, to);
+    PyErr_SetString(PyExc_TypeError, usage);
+    return 0;
+}
+
+/* rms_norm(isa, x, factor, out, rows, D, eps) */
+PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[6];
+    (void)self;
+    if (!read_all(args, count, a, 6, 1, "rms_norm(isa, x, factor, out, rows, D, eps)")) return NULL;
+    double eps = PyFloat_AsDouble(args[6]);
+    const Isa *isa = PyErr_Occurred() ? NULL : adapt_find_isa(a[0]);
+    if (!isa) return NULL;
+    isa->rms_norm(address(a[1]), (const float *)(uintptr_t)a[2], (uint16_t *)(uintptr_t)a[3], a[4], a[5], (float)eps);
+    Py_RETURN_NONE;
+}
+
+/* gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride) */
+PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[9];
+    (void)self;
+    if (!read_all(args, count, a, 9, 0, "gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride)")) return NULL;
+    const Isa *isa = adapt_find_isa(a[0]);
+    if (!isa) return NULL;
+    for (int64_t m = 0; m < a[5]; m++)
+        isa->gated((int)a[1], address(a[2]) + m * a[7], address(a[3]) + m * a[8], (uint16_t *)(uintptr_t)a[4] + m * a[6],
+                   a[6]);
+    Py_RETURN_NONE;
+}
+
+/* One token at `position`: its projected heads, and the cache that its key and value go to. */
+typedef struct {
+    const Isa *isa;
+    Team team;
+    int64_t threads;
+    const uint16_t *heads;      /* [queries (+ groups), width] */
+    const uint16_t *value;      /* [groups, width], or NULL: nothing is stored and `heads` are queries only */
+    const uint16_t *cos, *sin;  /* [rotary] or NULL; sin is signed, see Rotary in runtime/rope.py */
+    const float *factors;       /* [queries (+ groups), width] of a norm over each head, or NULL */
+    uint16_t *keys, *values;
+    int64_t rotary, position;
+    float eps, scale;
+    Attention attention;
+    atomic_llong next;
+} Token;
+
+/* One head, turned: pairs (i, i + rotary / 2) rotate, the dimensions behind `rotary` pass. */
+static void turn(const Token *token, const uint16_t *from, float scale, float *to) {
+    int64_t half = token->cos ? token->rotary / 2 : 0, D = token->attention.width;
+    for (int64_t i = 0; i < half; i++) {
+        float low = bf16_to_float(from[i]), high = bf16_to_float(from[i + half]);
+        to[i] = scale * (low * bf16_to_float(token->cos[i]) + high * bf16_to_float(token->sin[i]));
+        to[i + half] = scale * (high * bf16_to_float(token->cos[i + half]) + low * bf16_to_float(token->sin[i + half]));
+    }
+    for (int64_t i = 2 * half; i < D; i++) to[i] = scale * bf16_to_float(from[i]);
+}
+
+/* Queries to fp32; key and value into the cache. `spare` has room for one head in fp32, then for all heads in bf16. */
+static void enter(Token *token, float *q, float *spare) {
+    const Attention *a = &token->attention;
+    int64_t D = a->width, P = a->padded, count = a->heads + (token->value ? a->groups : 0);
+    const uint16_t *heads = token->heads;
+    if (token->factors) {
+        uint16_t *normed = (uint16_t *)(spare + P);
+        for (int64_t h = 0; h < count; h++)
+            token->isa->rms_norm(heads + h * D, token->factors + h * D, normed + h * D, 1, D, token->eps);
+        heads = normed;
+    }
+    for (int64_t h = 0; h < a->heads; h++) turn(token, heads + h * D, token->scale, q + h * P);
+    if (!token->value) return;
+    for (int64_t g = 0; g < a->groups; g++) {
+        int64_t at = g * a->stride + token->position * D;
+        turn(token, heads + (a->heads + g) * D, 1.0f, spare);
+        for (int64_t i = 0; i < D; i++) token->keys[at + i] = float_to_bf16(spare[i]);
+        memcpy(token->values + at, token->value + g * D, sizeof(uint16_t) * (size_t)D);
+    }
+}
+
+static void attend_groups(void *data) {
+    Token *token = data;
+    for (;;) {
+        int64_t group = atomic_fetch_add_explicit(&token->next, 1, memory_order_relaxed);
+        if (group >= token->attention.groups) return;
+        token->isa->attend(&token->attention, group);
+    }
+}
+
+static int run(Token *token) {
+    Attention *a = &token->attention;
+    a->padded = (a->width + PAD - 1) / PAD * PAD;
+    size_t all = (size_t)((a->heads + a->groups) * a->padded);
+    float *room = calloc(3 * all + (size_t)a->padded, sizeof(float));
+    if (!room) return 0;
+    a->q = room;
+    a->sums = room + all;
+    enter(token, room, room + 2 * all);
+    atomic_init(&token->next, 0);
+    int64_t threads = token->threads < a->groups ? token->threads : a->groups;
+    if (threads > 1 && token->team) token->team(attend_groups, token, (unsigned)threads, 0);
+    else attend_groups(token);
+    free(room);
+    return 1;
+}
+
+enum { ATTEND_NUMBERS = 18 };
+static const char attend_usage[] = "attend(team, threads, isa, heads, value, cos, sin, factors, keys, values, out, "
+                                   "queries, groups, width, rotary, stride, first, position, eps, scale)";
+
+PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[ATTEND_NUMBERS];
+    int done;
+    (void)self;
+    if (!read_all(args, count, a, ATTEND_NUMBERS, 2, attend_usage)) return NULL;
+    double eps = PyFloat_AsDouble(args[ATTEND_NUMBERS]), scale = PyFloat_AsDouble(args[ATTEND_NUMBERS + 1]);
+    const Isa *isa = PyErr_Occurred() ? NULL : adapt_find_isa(a[2]);
+    if (!isa) return NULL;
+    Token token = {.isa = isa, .team = (Team)(uintptr_t)a[0], .threads = a[1], .heads = address(a[3]),
+                   .value = address(a[4]), .cos = address(a[5]), .sin = address(a[6]),
+                   .factors = (const float *)(uintptr_t)a[7], .keys = (uint16_t *)(uintptr_t)a[8],
+                   .values = (uint16_t *)(uintptr_t)a[9], .rotary = a[14], .position = a[17], .eps = (float)eps,
+                   .scale = (float)scale};
+    token.attention = (Attention){.keys = token.keys, .values = token.values, .out = (uint16_t *)(uintptr_t)a[10],
+                                  .heads = a[11], .groups = a[12], .width = a[13], .stride = a[15], .first = a[16],
+                                  .count = a[17] + 1 - a[16]};
+    Py_BEGIN_ALLOW_THREADS
+    done = run(&token);
+    Py_END_ALLOW_THREADS
+    if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}

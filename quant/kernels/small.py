@@ -1,0 +1,210 @@
+"""The small operations of a decode step on few bf16 rows: RMS norm, gated activation, attention of one token.
+
+They are a few microseconds of arithmetic each, in torch many times that. The C module behind them is that of
+`native`; where it is missing or fails its check, `available()` is False and torch does the same. Nothing here is
+differentiable. Knows no layers and no cache.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import native
+
+GATES = {"silu": 0, "gelu_tanh": 1}  # enum in native.h
+MAX_ROWS = 64  # one thread does the work; beyond, torch's threads pay
+LONG = 512  # keys from which on other threads are woken
+CHECK_TOLERANCE = 0.01  # of the largest output: two roundings to bf16 differ by 0.008 at most
+
+
+def available() -> bool:
+    """Whether the operations can be used."""
+    return _choice() >= 0
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those that passed the check, best first; the first one is used."""
+    return tuple(_checked()) if native.available() else ()
+
+
+class RowNorm:
+    """x / rms(x) * factor in fp32, rounded to bf16 once. `factor` float32 [D]."""
+
+    def __init__(self, factor: Tensor, eps: float, *, isa: str | None = None) -> None:
+        self._factor = _floats(factor, 1)
+        self._at, self._width, self._eps = self._factor.data_ptr(), factor.shape[0], eps
+        self._isa = _index(isa)
+        self._call: Callable[..., None] = native.library().module.rms_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise bf16 x [..., D] over the last dimension. Raises ValueError for another x."""
+        x = x.contiguous()
+        _check(x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] == self._width, "x must be bf16 [..., D]")
+        out = torch.empty_like(x)
+        rows = x.numel() // self._width
+        self._call(self._isa, x.data_ptr(), self._at, out.data_ptr(), rows, self._width, self._eps)
+        return out
+
+
+class Gate:
+    """activation(gate) * up in fp32, rounded to bf16 once. `kind` is a key of `GATES`."""
+
+    def __init__(self, kind: str, *, isa: str | None = None) -> None:
+        self._kind, self._isa = GATES[kind], _index(isa)
+        self._call: Callable[..., None] = native.library().module.gated
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Gate and up bf16 [B, S, N], rows contiguous and evenly spaced -> [B, S, N]. Raises ValueError otherwise."""
+        size, width = gate.numel(), gate.shape[-1]
+        if gate.dtype is not torch.bfloat16 or up.dtype is not torch.bfloat16 or not gate.is_cpu or not up.is_cpu:
+            raise ValueError("gate and up must be bf16 on the CPU")
+        if up.numel() != size or up.shape[-1] != width:
+            raise ValueError("gate and up must be of one shape")
+        places = self._isa, self._kind, gate.data_ptr(), up.data_ptr()
+        if gate.is_contiguous() and up.is_contiguous():
+            out = torch.empty_like(gate)
+            self._call(*places, out.data_ptr(), 1, size, 0, 0)
+            return out
+        _check(_even(gate) and _even(up), "rows of gate and up must be evenly spaced")
+        out = gate.new_empty(gate.shape)
+        self._call(*places, out.data_ptr(), size // width, width, gate.stride(1), up.stride(1))
+        return out
+
+
+class TokenAttention:
+    """One token of one sequence: its heads are normed and rotated, its key and value stored, then it attends.
+
+    `heads` queries of `width` over `groups` of keys and values. `factors` float32 [heads (+ groups), width] is a norm
+    over each head of query and key, with `eps`.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        groups: int,
+        width: int,
+        *,
+        scale: float,
+        factors: Tensor | None = None,
+        eps: float = 0.0,
+        isa: str | None = None,
+    ) -> None:
+        _check(heads % groups == 0, "query heads must be a multiple of the heads of keys")
+        self._factors = None if factors is None else _floats(factors, 2)
+        self._at = 0 if self._factors is None else self._factors.data_ptr()
+        self._sizes, self._floats = (heads, groups, width), (float(eps), float(scale))
+        self._isa, self._team = _index(isa), native.library().team
+        self._call: Callable[..., None] = native.library().module.attend
+
+    def __call__(  # noqa: PLR0917 - keywords cost a microsecond per layer and token
+        self,
+        heads: Tensor,
+        value: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        seen: range,
+        threads: int | None = None,
+    ) -> Tensor:
+        """Attend from `seen[-1]`, the token's position, to the positions `seen`; gives bf16 [1, 1, heads * width].
+
+        heads bf16 [..., heads * width], with the keys of all groups behind where there is a value [..., groups *
+        width]; cosine and signed sine [..., rotary]; keys and values [1, groups, capacity, width], written at the
+        position. Without a value nothing is stored. Raises ValueError for other dtypes or sizes.
+        """
+        queries, groups, width = self._sizes
+        own = queries if value is None else queries + groups
+        _check(_plain(heads, own * width) and _plain(keys, keys.numel()) and _plain(values, keys.numel()), "bf16 only")
+        _check(value is None or _plain(value, groups * width), "the value must be bf16 [groups * width]")
+        _check(keys.shape[0] == 1 and keys.shape[1] == groups and keys.shape[3] == width, "the cache does not fit")
+        _check(0 <= seen.start < seen.stop <= keys.shape[2] and seen.step == 1, "positions outside the cache")
+        turn, rotary = (0, 0), 0
+        if cos is not None and sin is not None:
+            rotary = cos.numel()
+            _check(_plain(cos, rotary) and _plain(sin, rotary) and rotary <= width, "the rotation does not fit")
+            turn = (cos.data_ptr(), sin.data_ptr())
+        threads = threads or (torch.get_num_threads() if len(seen) > LONG else 1)
+        out = heads.new_empty((1, 1, queries * width))
+        places = (heads.data_ptr(), 0 if value is None else value.data_ptr(), *turn, self._at)
+        stored = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
+        where = (rotary, keys.shape[2] * width, seen.start, seen.stop - 1)
+        self._call(self._team, threads, self._isa, *places, *stored, *self._sizes, *where, *self._floats)
+        return out
+
+
+def _check(fits: bool, message: str) -> None:
+    if not fits:
+        raise ValueError(message)
+
+
+def _plain(x: Tensor, count: int) -> bool:
+    return x.dtype is torch.bfloat16 and x.is_cpu and x.numel() == count and x.is_contiguous()
+
+
+def _even(x: Tensor) -> bool:
+    """Whether the rows of x [B, S, N] are contiguous and one stride apart."""
+    batch, rows, _ = x.shape
+    return x.stride(2) == 1 and (batch == 1 or x.stride(0) == rows * x.stride(1))
+
+
+def _floats(factor: Tensor, dimensions: int) -> Tensor:
+    fits = factor.dtype is torch.float32 and factor.is_cpu and factor.dim() == dimensions and factor.is_contiguous()
+    _check(fits, "the factor of a norm must be contiguous float32")
+    return factor
+
+
+def _index(name: str | None) -> int:
+    """The instruction set to use."""
+    checked = _checked()
+    if name is None:
+        return next(iter(checked.values()))
+    _check(name in checked, f"instruction set {name} is not usable here")
+    return checked[name]
+
+
+def _choice() -> int:
+    return next(iter(_checked().values())) if native.available() else -1
+
+
+@cache
+def _checked() -> dict[str, int]:
+    """The instruction sets that give what plain C gives. Plain C always passes."""
+    found = native.library()
+    scalar = found.isas["scalar"]
+    expected = _samples(found.module, scalar)
+    return {n: i for n, i in found.isas.items() if i == scalar or _agree(_samples(found.module, i), expected)}
+
+
+def _agree(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(
+        bool((one - other).abs().max() <= CHECK_TOLERANCE * other.abs().max())
+        for one, other in zip(got, expected, strict=True)
+    )
+
+
+def _samples(module: ModuleType, isa: int) -> list[Tensor]:
+    """What an instruction set, not trusted yet, makes of small inputs: widths with a rest, every number of heads."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    x, up, factor = normal(3, 77), normal(3, 77), torch.rand(77, generator=generator)
+    results = [torch.zeros_like(x) for _ in range(3)]
+    module.rms_norm(isa, x.data_ptr(), factor.data_ptr(), results[0].data_ptr(), 3, 77, 1e-5)
+    for kind, out in enumerate(results[1:]):
+        module.gated(isa, kind, x.data_ptr(), up.data_ptr(), out.data_ptr(), 3, 77, 77, 77)
+    for size in range(1, 9):
+        width, groups, count = 20 + 4 * size, 2, 150
+        heads, value, turn = normal((size + 1) * groups * width), normal(groups * width), normal(2, width)
+        keys, values = normal(groups, count, width), normal(groups, count, width)
+        out = torch.zeros(size * groups * width, dtype=torch.bfloat16)
+        at = [tensor.data_ptr() for tensor in (heads, value, *turn.unbind())]
+        stored = [tensor.data_ptr() for tensor in (keys, values, out)]
+        module.attend(0, 1, isa, *at, 0, *stored, size * groups, groups, width, width, count * width, 3, 140, 0.0, 0.2)
+        results += [out, keys, values]
+    return [result.float() for result in results]
