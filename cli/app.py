@@ -73,10 +73,22 @@ def _utf8(stream: TextIO | None) -> None:
         reconfigure(encoding="utf-8", errors="replace")
 
 
+def _stand_in() -> None:
+    """Open what the program was started without (`>&-`): the next file opened would take its number, and the output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest free number is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open until the end
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open until the end
+
+
 def main() -> None:
     """Run the program; text is UTF-8 whatever the locale."""
-    if sys.stdout is None:  # started with stdout closed
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open until the end
+    _stand_in()
     for stream in (sys.stdout, sys.stderr):
         _utf8(stream)
     app()

@@ -55,6 +55,8 @@ def single_prompt(argument: str | None, option: str | None, file: Path | None) -
         prompt = read_stdin() if given or piped() else ""
     else:
         prompt = _joined(read_stdin() if piped() and not _is_stdin(file) else "", given[0])
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands over bytes of an argument
+        raise UsageError("the prompt is not UTF-8 text", "Convert it, for example with iconv")
     if not prompt.strip():
         raise UsageError("no prompt", "Give one after BUNDLE, with -p or -f FILE, or pipe it in")
     return prompt

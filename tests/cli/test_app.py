@@ -240,6 +240,15 @@ def test_unicode_whatever_the_locale() -> None:
     assert "…" in run.stdout.decode("utf-8")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f"{sys.executable} -m adapt_llm inspect {tmp_path} --log-file {log} {closed}; echo $?"
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "2\n"  # no bundle there: the error had nowhere to go, least of all into the log
+    assert "error" not in log.read_text(encoding="utf-8")
+
+
 def test_reader_that_goes_away() -> None:
     script = f"{sys.executable} -m adapt_llm help exit-codes | true; echo ${{PIPESTATUS[0]}}"
     for _ in range(3):  # which of the two is faster is chance; neither may complain
