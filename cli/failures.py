@@ -74,6 +74,9 @@ def _system(error: BaseException) -> Failure | None:
     where = f"{error.filename}: " if error.filename is not None else ""
     if error.errno in _FULL:
         return Failure(f"{where}the disk is full. Free some space, or write elsewhere with -o", OUT_OF_RESOURCES)
+    if error.errno == errno.EFBIG:
+        text = f"{where}a file reached the size that is allowed. See `ulimit -f`, or write to another file system"
+        return Failure(text, OUT_OF_RESOURCES)
     return Failure(f"{where}{error.strerror}", AdaptError.exit_code) if where else None
 
 

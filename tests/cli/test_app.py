@@ -172,6 +172,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 5, None),
         (OSError(errno.ENOSPC, "No space left on device"), 5, None),
         (OSError(errno.ENOSPC, "No space left on device", "out/x"), 5, None),
+        (OSError(errno.EFBIG, "File too large"), 5, None),
         (PermissionError(errno.EACCES, "Permission denied", "out/x"), 1, "out/x: Permission denied"),
     ],
 )
