@@ -1,6 +1,7 @@
 """`adapt convert`: from a model to a bundle."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -195,7 +196,7 @@ def _convert(ctx: typer.Context, request: Any, *, as_json: bool) -> None:  # noq
     quality = services.quality(path)
     if quality:
         reporter.note(figures(quality))
-    reporter.note(f'Next: adapt run {path} "Hello"')
+    reporter.note(f'Next: adapt run {shlex.quote(str(path))} "Hello"')
     typer.echo(_dumps({"bundle": str(path), "plan": plan.to_dict(), "quality": quality}) if as_json else path)
 
 

@@ -227,6 +227,7 @@ def test_convert(adapt: Invoke, requests: list[SimpleNamespace]) -> None:
         'Next: adapt run Tiny-1B-river "Hello"\n'
     )
     assert adapt("convert", "org/Tiny-1B", "--method", "river", "-q") == (0, "Tiny-1B-river\n", "")
+    assert "adapt run 'with space' " in adapt("convert", "t", "--method", "river", "-o", "with space")[2]
 
 
 def test_dry_run(adapt: Invoke, requests: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
