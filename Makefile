@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 MODELS ?= .models
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo chat test lint fix models bench clean
+.PHONY: help demo chat test lint fix models clean
 .DEFAULT_GOAL := help
 
 help:

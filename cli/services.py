@@ -45,7 +45,7 @@ def _self_check(bundle: "Bundle") -> Sequence[str]:
     if recorded is None:
         return ()
     everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
-    model = load_river(bundle, SessionOptions(resident=everything, cache_dir=bundle.cache_dir))
+    model = load_river(bundle, SessionOptions(device="cpu", resident=everything, cache_dir=bundle.cache_dir))
     return compare(recorded, run_self_check(model, Tokenizer.load(bundle.path)))
 
 

@@ -21,6 +21,8 @@ SEQUENCE = 512
 """Tokens of one sequence."""
 JUDGED = 4
 """Sequences that judge at most; at least a quarter of the text."""
+CHARACTERS_A_TOKEN = 24
+"""More than any text has on average."""
 SHIPPED = "calibration.txt"
 
 
@@ -59,12 +61,22 @@ def load_calibration(path: Path | None, tokenizer: "Tokenizer", *, tokens: int, 
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text", "save it as UTF-8") from error
-    length = min(SEQUENCE, max_positions)
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
-    whole = ids[: ids.numel() // length * length].view(-1, length)
+    text = text[: CHARACTERS_A_TOKEN * (tokens + JUDGED * SEQUENCE)]  # a huge file is not tokenised whole
+    whole = _sequences(tokenizer, text, min(SEQUENCE, max_positions))
     if len(whole) < 2:
-        raise UsageError(f"{name} has {ids.numel()} tokens, too few to calibrate", f"give at least {2 * length}")
+        need = f"give at least {2 * min(SEQUENCE, max_positions)} tokens"
+        raise UsageError(f"{name} is too short to calibrate", need)
+    length = whole.shape[1]
     judged = min(JUDGED, max(1, len(whole) // 4))
     wanted = max(1, -(-tokens // length))
     digest = hashlib.sha256(data).hexdigest()
     return CalibrationText(name, digest, whole[: len(whole) - judged][:wanted], whole[len(whole) - judged :])
+
+
+def _sequences(tokenizer: "Tokenizer", text: str, length: int) -> Tensor:
+    """Cut a text into whole sequences [n, length], each begun as the model saw texts begin."""
+    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+    start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    own = length - len(start)
+    rows = ids[: ids.numel() // own * own].view(-1, own)
+    return torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(rows), len(start)), rows], dim=1)

@@ -20,7 +20,7 @@ from ..runtime.progress import Reporter
 from .backbone import plan_backbone
 from .preflight import check_disk
 from .stream import Entry, entries_by_name, read_entries
-from .workspace import Workspace
+from .workspace import Workspace, check_replaceable
 from .writer import hash_file, json_bytes, place_backbone, place_bytes, place_shards, place_text_files, write_piece
 
 Format = Literal["gptq", "hf"]
@@ -31,6 +31,8 @@ def export(bundle: Bundle, fmt: Format, output: Path, *, reporter: Reporter, for
 
     Raises UsageError (output in the way), UnsupportedError (the format cannot hold it), ResourceError (disk).
     """
+    if force:
+        check_replaceable(output, [bundle.path, bundle.backbone_folder])
     river = _exportable(bundle) if fmt == "gptq" else None
     check_disk(output, bundle.weight_bytes(BACKBONE))
     fingerprint = {"export": fmt, "adapt": __version__, "bundle": hash_file(bundle.path / MANIFEST_NAME).sha256}

@@ -66,11 +66,13 @@ def measure(files: Files, ids: Tensor, policies: Sequence[ExitPolicy], reporter:
     return result
 
 
-def judge(files: Files, ids: Tensor, *, entry_layer: int, taus: Sequence[float], reporter: Reporter) -> Verdict:
+def judge(
+    files: Files, ids: Tensor, *, entry_layer: int, resident: int | None, taus: Sequence[float], reporter: Reporter
+) -> Verdict:
     """Measure the dense model, the floor and a threshold curve on ids [n, S]."""
     count = files.frame.arch.num_layers
     policies: list[ExitPolicy] = [FixedExit(count), FixedExit(entry_layer - 1)]
-    policies += [CosineExit.uniform(tau, count, entry_layer) for tau in taus]
+    policies += [CosineExit.uniform(tau, count, entry_layer, resident) for tau in taus]
     dense, floor, *curve = measure(files, ids, policies, reporter)
     return Verdict(dense, floor, dict(zip(taus, curve, strict=True)))
 

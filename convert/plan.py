@@ -6,6 +6,7 @@ Knows the request and the source; writes nothing.
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .ready_made import needs_float_zeros
 from .request import ConvertRequest
 from .source import GptqCheckpoint, Source, open_gptq, open_source
 from .source_identity import sha256_json
-from .workspace import check_output, work_folder
+from .workspace import check_output, check_replaceable, work_folder
 
 DEFAULT_GROUP = 64
 """Inputs per scale; argued from the table in docs/quantization.md."""
@@ -92,6 +93,7 @@ class Plan:
         return {
             **self.request.fingerprint(),
             "source": self.source.fingerprint(),
+            "ready_made": self.ready_made.fingerprint() if self.ready_made else None,
             "calibration": sha256_json(text.decode("utf-8", errors="replace")),
             "programs": {"adapt-llm": __version__, "torch": torch.__version__},
         }
@@ -152,6 +154,8 @@ def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
     """Open the inputs and check that the conversion can be done. Raises AdaptError of every kind; writes nothing."""
     if not work_folder(request.output).is_dir():
         check_output(request.output, force=request.force)
+    if request.force:
+        check_replaceable(request.output, _inputs(request))
     _set_threads(request.threads)
     device = resolve_device(request.device)
     dtype = resolve_dtype(request.dtype, device)
@@ -172,7 +176,7 @@ def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
         arch=arch,
         recipe=Recipe(quantizer, group, river.symmetric),
         ready_made=ready,
-        backbone=_backbone(request, source, arch, dtype),
+        backbone=_backbone(request, source, arch),
         device=device,
         dtype=dtype,
         float_zeros=needs_float_zeros(arch, ready, indices) if ready else quantizer.float_zeros,
@@ -182,6 +186,13 @@ def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
     if not work_folder(request.output).is_dir():
         check_disk(request.output, made.disk)
     return made
+
+
+def _inputs(request: ConvertRequest) -> list[Path]:
+    """Return the files and folders that the conversion reads."""
+    river = request.river
+    named = [request.source, *([river.river_from] if river.river_from else [])]
+    return [Path(name).expanduser() for name in named] + ([river.calibration] if river.calibration else [])
 
 
 def _set_threads(threads: int | None) -> None:
@@ -215,7 +226,7 @@ def _ready_made(request: ConvertRequest, reporter: Reporter) -> GptqCheckpoint |
     )
 
 
-def _backbone(request: ConvertRequest, source: Source, arch: Architecture, dtype: torch.dtype) -> BackbonePlan:
+def _backbone(request: ConvertRequest, source: Source, arch: Architecture) -> BackbonePlan:
     return plan_backbone(
         files=source.weight_files,
         store=source.store,
@@ -223,7 +234,7 @@ def _backbone(request: ConvertRequest, source: Source, arch: Architecture, dtype
         tied=arch.tied,
         mode=request.backbone,
         revision=source.identity.revision,
-        dtype=torch.bfloat16 if dtype is torch.bfloat16 else dtype,
+        dtype=torch.bfloat16,
     )
 
 

@@ -28,6 +28,7 @@ from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
 from .calibration import CalibrationText, load_calibration
 from .judge import TAUS, Files, Verdict, choose_tau, judge, loss
+from .pace import Paced
 from .plan import Plan, plan
 from .quantise import Job, piece_name, quantise_calibrated, quantise_plain
 from .ready_made import take_ready_made
@@ -87,7 +88,8 @@ class _Recipe:
     def _exit_layers(self, text: CalibrationText) -> None:
         plan, indices = self._plan, self._plan.exit_indices
         job = Job(self._work, self._frame, self._store, plan.recipe)
-        with self._reporter.task("Make the exit layers", len(indices)) as task:
+        with self._reporter.task("Make the exit layers", len(indices)) as bar:
+            task = Paced(bar, len(indices), self._reporter)
             if plan.ready_made is not None:
                 take_ready_made(self._work, plan.arch, plan.ready_made, indices, task)
             elif plan.recipe.quantizer.calibrated:
@@ -103,6 +105,7 @@ class _Recipe:
                 Files(self._frame, self._store, river),
                 text.judge,
                 entry_layer=settings.entry_layer,
+                resident=settings.resident,
                 taus=taus,
                 reporter=self._reporter,
             )
@@ -140,6 +143,7 @@ class _Recipe:
     ) -> Manifest:
         plan = self._plan
         settings, identity = plan.request.river, plan.source.identity
+        kept = settings.tau is None and loss(verdict.curve[tau], verdict.dense) <= settings.max_loss
         river = River(
             quantizer="ready-made" if plan.ready_made else settings.quantizer,
             group_size=plan.group_size,
@@ -149,7 +153,7 @@ class _Recipe:
             exit_layers=tuple(index + 1 for index in plan.exit_indices),
             tau=tau,
             tau_curve=tuple(_point(tau, quality) for tau, quality in sorted(verdict.curve.items())),
-            max_loss=settings.max_loss if settings.tau is None else None,
+            max_loss=settings.max_loss if kept else None,
             calibration=TextUsed(name=text.name, sha256=text.sha256, tokens=text.tokens),
             resident=settings.resident,
             river_source=plan.ready_made.name if plan.ready_made else None,

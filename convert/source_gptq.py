@@ -3,13 +3,14 @@
 Knows what AutoGPTQ, GPTQModel and optimum write beside the weights. Unpacks nothing; see `quant.layout`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, UnsupportedError
 from ..runtime.store import TensorStore, open_files, open_safetensors
 from .source_directory import read_json, refuse_pickles, weight_files
+from .source_identity import index_sha256, sha256_json
 
 _FORMATS = (None, "gptq", "gptq_v2")
 
@@ -38,6 +39,13 @@ class GptqCheckpoint:
     config: dict[str, Any]
     settings: GptqSettings
     store: TensorStore
+    files: tuple[Path, ...]
+
+    def fingerprint(self) -> str:
+        """Changes when the checkpoint changes: headers, sizes and modification times, not all bytes."""
+        stats = [(path.name, path.stat()) for path in self.files]
+        stamps = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return sha256_json([self.revision, asdict(self.settings), index_sha256(self.store, self.files), stamps])
 
 
 def parse_settings(name: str, stated: dict[str, Any]) -> GptqSettings:
@@ -72,7 +80,8 @@ def open_gptq_directory(folder: Path, *, name: str, revision: str | None = None)
         hint = "--river-from takes a GPTQ checkpoint: a folder with quantization_config or quantize_config.json."
         raise UnsupportedError(f"{name} states no quantisation", hint)
     settings = parse_settings(name, stated)
-    return GptqCheckpoint(name, revision, config, settings, _open_packed(folder, name))
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    return GptqCheckpoint(name, revision, config, settings, _open_packed(folder, name), files)
 
 
 def _open_packed(folder: Path, name: str) -> TensorStore:

@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
@@ -69,6 +69,26 @@ def check_output(output: Path, *, force: bool) -> None:
         raise UsageError(
             f"{output} is not empty", "Use --force to replace it once the new one is whole, or choose another with -o."
         )
+
+
+REPLACEABLE = ("adapt.json", "config.json")
+"""A folder that `--force` may replace holds one of these: a bundle or an exported model, not somebody's documents."""
+
+
+def check_replaceable(output: Path, inputs: Iterable[Path]) -> None:
+    """Raise UsageError where `--force` would remove what it must not.
+
+    That is a folder that is neither a bundle nor a model, or one that holds an input or the current folder.
+    """
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    whole = output.resolve()
+    for path in (Path.cwd(), *inputs):
+        if path.exists() and path.resolve().is_relative_to(whole):
+            raise UsageError(f"{output} holds {path}, which --force would remove", "Choose another folder with -o.")
+    if not any((output / name).is_file() for name in REPLACEABLE):
+        what = f"{output} is neither a bundle nor a model: --force does not replace it"
+        raise UsageError(what, "Empty it yourself, or choose another folder with -o.")
 
 
 def work_folder(output: Path) -> Path:

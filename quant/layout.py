@@ -156,7 +156,7 @@ def unpack(
     if float_zeros:
         zeros = tensors["zeros"].t().float().contiguous()
     else:
-        zeros = _read_zeros(tensors["qzeros"], symmetric, checkpoint_format)
+        zeros = read_zeros(tensors["qzeros"], symmetric, checkpoint_format)
     codes = _unpack_nibbles(qweight.t().contiguous())
     return Int4Matrix(codes, scales.t().float().contiguous(), zeros, group_size, _read_g_idx(tensors, K, G))
 
@@ -212,7 +212,8 @@ def _check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[to
             raise FormatError(f"{name} has shape {tuple(found.shape)}, but its qweight and scales ask for {shape}")
 
 
-def _read_zeros(qzeros: Tensor, symmetric: bool | None, checkpoint_format: str | None) -> Tensor:
+def read_zeros(qzeros: Tensor, symmetric: bool | None, checkpoint_format: str | None) -> Tensor:
+    """The zeros uint8 [N, G] of a packed matrix; see `unpack` for how v1 and v2 are told apart."""
     label = checkpoint_format or "gptq"
     if label not in ("gptq", "gptq_v2"):
         raise UnsupportedError(f"checkpoint format {label!r} is not read", "Formats read: gptq, gptq_v2")

@@ -59,21 +59,24 @@ def describe(bundle: Bundle, *, resident: int | None = None) -> dict[str, Any]:
     }
 
 
-def resident_memory(architecture: Architecture, river: River | None, resident: int | None = None) -> Memory:
+def resident_memory(
+    architecture: Architecture, river: River | None, resident: int | None = None, *, itemsize: int = _TWO_BYTES
+) -> Memory:
     """Parameters in memory when only the first `resident` dense blocks are kept (papers: River-LLM, Table 6).
 
     The paper counts exit layers at exactly 4 bits; here scales and zeros are counted. An exit layer whose dense block
     is dropped keeps that block's norms and biases.
     """
     count = _resident(architecture, river, resident)
-    kept = sum(_block_bytes(architecture, index) for index in range(count))
+    kept = sum(_block_bytes(architecture, index, itemsize) for index in range(count))
     exits = sum(
-        _packed_bytes(architecture, river, layer - 1) + (_extras(architecture, layer - 1) if layer > count else 0)
+        _packed_bytes(architecture, river, layer - 1)
+        + (_extras(architecture, layer - 1, itemsize) if layer > count else 0)
         for layer in (river.exit_layers if river else ())
     )
-    table = architecture.vocab_size * architecture.hidden_size * _TWO_BYTES
+    table = architecture.vocab_size * architecture.hidden_size * itemsize
     head = 0 if architecture.tied else table
-    norm = architecture.hidden_size * _TWO_BYTES
+    norm = architecture.hidden_size * itemsize
     return Memory(count, table, head, norm, kept, exits, table + head + norm + kept + exits)
 
 
@@ -87,14 +90,14 @@ def _resident(architecture: Architecture, river: River | None, asked: int | None
     return count
 
 
-def _block_bytes(architecture: Architecture, index: int) -> int:
-    return _TWO_BYTES * sum(torch.Size(shape).numel() for shape in architecture.block_tensors(index).values())
+def _block_bytes(architecture: Architecture, index: int, itemsize: int) -> int:
+    return itemsize * sum(torch.Size(shape).numel() for shape in architecture.block_tensors(index).values())
 
 
-def _extras(architecture: Architecture, index: int) -> int:
+def _extras(architecture: Architecture, index: int, itemsize: int) -> int:
     """Norms and biases of a block."""
     matrices = sum(N * K for N, K in architecture.block_matrices(index).values())
-    return _block_bytes(architecture, index) - _TWO_BYTES * matrices
+    return _block_bytes(architecture, index, itemsize) - itemsize * matrices
 
 
 def _packed_bytes(architecture: Architecture, river: River | None, index: int) -> int:

@@ -20,7 +20,7 @@ MATRIX_PARTS = ("qweight", "qzeros", "zeros", "scales", "g_idx")
 
 
 class LazyBlocks(Sequence[Block]):
-    """Blocks that are loaded when first asked for. `None` in their place (no exit layer there) is an IndexError."""
+    """Blocks that are loaded when first asked for."""
 
     def __init__(self, count: int, load: Callable[[int], Block]) -> None:
         self._load = load
@@ -64,7 +64,7 @@ def load_exit_block(
 ) -> Block:
     """Read the exit layer of block `index` (counted from 0) of a bundle."""
     names = arch.block_matrices(index)
-    matrices = {name: read_matrix(river, name, symmetric=None, checkpoint_format="gptq") for name in names}
+    matrices = {name: read_matrix(river, name, symmetric=False, checkpoint_format="gptq") for name in names}
     return exit_block(arch, backbone, index, matrices, device=device, dtype=dtype)
 
 
@@ -110,14 +110,6 @@ def _fused(
 ) -> Projection:
     names = ["qkv_proj"] if is_fused else [f"{letter}_proj" for letter in letters]
     return Fused(linear(*(f"{where}.{name}" for name in names)), sizes)
-
-
-def block_nbytes(block: Block) -> int:
-    """Bytes of a block's linears as resident in memory."""
-    linears: list[Linear] = [block.output, block.down]
-    for projection in (block.qkv, block.gate_up):
-        linears += getattr(projection, "linears", ())
-    return sum(linear.nbytes for linear in linears)
 
 
 def dense_copy(matrices: Mapping[str, Int4Matrix], dtype: torch.dtype) -> dict[str, Tensor]:

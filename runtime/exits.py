@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+ALWAYS = -2.0
+"""A threshold below every cosine."""
+
 
 class ExitPolicy(Protocol):
     """Decides after each backbone block (counted from 1) which rows leave."""
@@ -41,9 +44,10 @@ class CosineExit:
     entry_layer: int = 2
 
     @classmethod
-    def uniform(cls, tau: float, num_layers: int, entry_layer: int = 2) -> "CosineExit":
-        """One τ for all layers, as in the paper."""
-        return cls((tau,) * num_layers, entry_layer)
+    def uniform(cls, tau: float, num_layers: int, entry_layer: int = 2, resident: int | None = None) -> "CosineExit":
+        """One τ for all layers, as in the paper; after the last of `resident` blocks every row leaves."""
+        last = num_layers if resident is None else resident
+        return cls((tau,) * (last - 1) + (ALWAYS,) * (num_layers - last + 1), entry_layer)
 
     def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
         """See `ExitPolicy.leaves`."""

@@ -238,11 +238,14 @@ class _Run:
             try:
                 output = self.model.decode(torch.tensor([[token]]), kv)
             except RotationChangedError:
-                output = self._again([*self.cache.ids, token], kv)
+                return self._again([*self.cache.ids, token], kv)
         self.cache.ids.append(token)
         return output
 
     def _again(self, ids: list[int], kv: KVCache) -> StepOutput:
         """Run the whole sequence afresh: longrope rotates all keys otherwise beyond the length first trained."""
+        self.cache.ids = []
         kv.truncate(0)
-        return self.model.prefill(torch.tensor([ids]), kv)
+        output = self.model.prefill(torch.tensor([ids]), kv)
+        self.cache.ids = ids
+        return output

@@ -18,8 +18,9 @@ from .describe import resident_memory
 from .exit_layers import LazyBlocks, load_exit_block
 from .exits import CosineExit, ExitPolicy
 from .methods import River as RiverSettings
-from .offload import StreamedBlocks, parse_memory, plan_resident
+from .offload import MemoryPlan, StreamedBlocks, parse_memory, plan_resident
 from .options import Offload, SessionOptions
+from .progress import Reporter, SilentReporter
 from .river import River
 from .store import TensorInfo, TensorStore, is_tied
 
@@ -74,7 +75,7 @@ def architecture_of(config: Mapping[str, Any], store: TensorStore) -> Architectu
     return replace(arch, tied=is_tied(store, tied=arch.tied))
 
 
-def load_river(bundle: Bundle, options: SessionOptions) -> River:
+def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> River:
     """Make the model of a River bundle as `options` ask.
 
     Raises FormatError for a bundle without River, UsageError for what cannot be (device, threshold, resident count),
@@ -83,44 +84,48 @@ def load_river(bundle: Bundle, options: SessionOptions) -> River:
     settings = bundle.manifest.method(RiverSettings)
     if settings is None:
         raise FormatError(f"{bundle.path} is not a River bundle", "Convert with --method river.")
-    arch = architecture_of(bundle.config, bundle.backbone)
+    arch = bundle.architecture
     tau = settings.tau if options.tau is None else options.tau
     return make_river(
         arch,
         bundle.backbone,
         bundle.river,
-        _placement(arch, settings, options),
+        _placement(arch, settings, options, reporter or SilentReporter()),
         CosineExit.uniform(tau, arch.num_layers, settings.entry_layer),
         entry_layer=settings.entry_layer,
         dense_prefill=options.prefill == "dense",
     )
 
 
-def _placement(arch: Architecture, settings: RiverSettings, options: SessionOptions) -> Placement:
+def _placement(arch: Architecture, settings: RiverSettings, options: SessionOptions, reporter: Reporter) -> Placement:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     resident = settings.resident if options.resident is None else options.resident
     if options.gpu_memory is not None:
-        resident = _planned(arch, settings, options, device, dtype)
+        plan = _planned(arch, settings, options, device, dtype)
+        resident = plan.resident
+        reporter.note(plan.describe(arch.num_layers, options.offload))
     return Placement(device, dtype, resident, options.offload)
 
 
 def _planned(
     arch: Architecture, settings: RiverSettings, options: SessionOptions, device: torch.device, dtype: torch.dtype
-) -> int:
-    """Return how many backbone blocks fit in `gpu_memory`."""
+) -> MemoryPlan:
+    """Plan which backbone blocks fit in `gpu_memory`."""
     if device.type != "cuda":
         raise UsageError("--gpu-memory needs a GPU", "Use --resident N to leave backbone blocks out on a CPU.")
     free, total = torch.cuda.mem_get_info(device)
     budget = parse_memory(options.gpu_memory or "auto", free=free, total=total)
     least = settings.entry_layer - 1
-    small, large = resident_memory(arch, settings, least), resident_memory(arch, settings, arch.num_layers)
+    small, large = (
+        resident_memory(arch, settings, count, itemsize=dtype.itemsize) for count in (least, arch.num_layers)
+    )
     per_block = (large.total - small.total) // (arch.num_layers - least)
     positions = options.ctx_size or min(arch.max_positions, 4096)
     kv = 2 * arch.num_kv_heads * arch.head_dim * dtype.itemsize * len(set(arch.slots)) * positions
-    fixed = small.total - least * per_block + kv
-    plan = plan_resident(budget=budget, fixed=fixed, per_block=per_block, num_layers=arch.num_layers, least=least)
-    return plan.resident
+    streamed = 2 * per_block if options.offload == "stream" else 0
+    fixed = small.total - least * per_block + kv + streamed
+    return plan_resident(budget=budget, fixed=fixed, per_block=per_block, num_layers=arch.num_layers, least=least)
 
 
 def make_river(
@@ -169,7 +174,7 @@ class PinnedLoader:
 
     def __init__(self, arch: Architecture, store: TensorStore, placement: Placement) -> None:
         self._arch, self._placement = arch, placement
-        self._store = _PinnedStore(store, placement.dtype)
+        self._store = _PinnedStore(store, placement)
 
     def __call__(self, index: int) -> Block:
         """Return block `index` on the device; the copy may still be under way on the current stream."""
@@ -182,10 +187,10 @@ class PinnedLoader:
 
 
 class _PinnedStore:
-    """A store whose tensors lie in pinned memory after their first reading."""
+    """A store whose tensors lie in pinned memory after their first reading, and are sent without waiting."""
 
-    def __init__(self, store: TensorStore, dtype: torch.dtype) -> None:
-        self._store, self._dtype = store, dtype
+    def __init__(self, store: TensorStore, placement: Placement) -> None:
+        self._store, self._placement = store, placement
         self._pinned: dict[str, torch.Tensor] = {}
 
     def names(self) -> Collection[str]:
@@ -200,5 +205,5 @@ class _PinnedStore:
     def read(self, name: str) -> torch.Tensor:
         tensor = self._pinned.get(name)
         if tensor is None:
-            tensor = self._pinned[name] = self._store.read(name).to(self._dtype).pin_memory()
-        return tensor
+            tensor = self._pinned[name] = self._store.read(name).to(self._placement.dtype).pin_memory()
+        return tensor.to(self._placement.device, non_blocking=True)

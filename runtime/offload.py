@@ -27,6 +27,14 @@ class MemoryPlan:
     per_block: int
     resident: int
 
+    def describe(self, num_layers: int, offload: str) -> str:
+        """Say the plan in one line."""
+        rest = num_layers - self.resident
+        fate = {"drop": "not loaded", "stream": "streamed from host memory"}[offload]
+        others = f"; the other {rest} are {fate}" if rest else ""
+        used = (self.fixed + self.resident * self.per_block) / 2**30
+        return f"{self.resident} of {num_layers} backbone blocks in {used:.2f} GiB of device memory{others}."
+
 
 def parse_memory(text: str, *, free: int, total: int) -> int:
     """Return the bytes that "8GiB", "8GB", "8G", "90%" (of the total) or "auto" (what is free) mean.

@@ -45,7 +45,8 @@ class Track:
     @classmethod
     def start(cls, policy: ExitPolicy, h: Tensor) -> "Track":
         """Begin below block 1 with the embeddings."""
-        return cls(policy, h, torch.zeros(h.shape[:2], dtype=torch.bool), torch.zeros(h.shape[:2], dtype=torch.int64))
+        left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
+        return cls(policy, h, left, torch.zeros_like(left, dtype=torch.int64))
 
     def decide(self, layer: int, before: Tensor, after: Tensor, *, last: bool) -> None:
         """Let the rows still in the backbone leave after block `layer` where the policy says so."""
@@ -101,7 +102,7 @@ def score(
     The last position of each sequence predicts nothing and is left out.
     """
     hidden = [track.h[:, :-1].flatten(0, 1) for track in tracks]
-    targets = ids[:, 1:].flatten()
+    targets = ids[:, 1:].flatten().to(hidden[0].device)
     sums = [_Sums(depths=track.depth.flatten().tolist()) for track in tracks]
     vocab = logits_of(hidden[0][:1]).shape[-1]
     rows = max(1, LOGIT_BYTES // (4 * vocab * len(tracks)))

@@ -29,7 +29,8 @@ TOLERANCE = 0.02
 
 def run_self_check(model: River, tokenizer: Tokenizer) -> SelfCheck:
     """Return the figures of the text. Raises FormatError where cached and uncached runs disagree."""
-    ids = torch.tensor([tokenizer.encode(TEXT)[: model.decoder.arch.max_positions]])
+    encoded = tokenizer.encode(TEXT)[: model.decoder.arch.max_positions]
+    ids = torch.tensor([encoded], device=model.decoder.device)
     with torch.inference_mode():
         dense = _uncached(model, ids, dense=True)
         alone = _uncached(model, ids, dense=False)

@@ -146,7 +146,7 @@ def open_session(path: Path, options: SessionOptions, *, reporter: Reporter | No
         torch.set_num_threads(options.threads)
     bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
     tokenizer = Tokenizer.load(path)
-    model = load_river(bundle, options)
+    model = load_river(bundle, options, reporter)
     return Session(path, tokenizer, model, bundle.architecture.max_positions, options)
 
 

@@ -136,6 +136,9 @@ def test_a_non_empty_output_is_refused_and_left_alone(built: Path, tmp_path: Pat
         with pytest.raises(UsageError, match="not empty"):
             export(Bundle.open(built), fmt, out, reporter=SilentReporter())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(UsageError, match="neither a bundle nor a model"):
+        export(Bundle.open(built), "hf", out, reporter=SilentReporter(), force=True)
+    (out / "config.json").touch()
     export(Bundle.open(built), "hf", out, reporter=SilentReporter(), force=True)
     assert not (out / "mine").exists()
 

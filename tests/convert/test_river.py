@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +12,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from adapt_llm.convert import quantise, writer
+from adapt_llm.convert.calibration import load_calibration
 from adapt_llm.convert.export import export
 from adapt_llm.convert.judge import Verdict
 from adapt_llm.convert.request import ConvertRequest, RiverSettings
@@ -43,42 +44,16 @@ class Listening(SilentReporter):
         self.warnings.append(text)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a byte-level tokenizer, as transformers saves it."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=256,
-        bos_token_id=256,
-        initializer_range=0.1,
-    )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}), encoding="utf-8")
-    return folder
-
-
 @pytest.fixture
-def request_for(source: Path, tmp_path: Path):
+def request_for(tiny_llama: Path, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
 
     def make(name: str = "out", **river) -> ConvertRequest:
         settings = {"quantizer": "rtn", "group_size": 32, "calibration": text, "calibration_tokens": 512, **river}
-        return ConvertRequest(source=str(source), output=tmp_path / name, river=RiverSettings(**settings), threads=1)
+        return ConvertRequest(
+            source=str(tiny_llama), output=tmp_path / name, river=RiverSettings(**settings), threads=1
+        )
 
     return make
 
@@ -93,11 +68,11 @@ def bytes_of(bundle: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("quantizer", ["rtn", "hqq", "gptq"])
-def test_a_bundle_runs_as_the_model_with_dequantised_blocks(quantizer: str, request_for, source: Path) -> None:
+def test_a_bundle_runs_as_the_model_with_dequantised_blocks(quantizer: str, request_for, tiny_llama: Path) -> None:
     path = convert(request_for(quantizer=quantizer))
     bundle = Bundle.open(path)
     model = load_river(bundle, SessionOptions(dtype="fp32", device="cpu"))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     ids = torch.randint(0, 256, (1, 20))
     with torch.inference_mode():
         for depth in (1, 2, LAYERS):
@@ -115,7 +90,7 @@ def matrices_of(bundle: Bundle, index: int):
     from adapt_llm.runtime.exit_layers import read_matrix  # noqa: PLC0415 - beside its one use
 
     names = bundle.architecture.block_matrices(index)
-    return {name: read_matrix(bundle.river, name, symmetric=None, checkpoint_format="gptq") for name in names}
+    return {name: read_matrix(bundle.river, name, symmetric=False, checkpoint_format="gptq") for name in names}
 
 
 def test_the_manifest_says_what_was_measured(request_for) -> None:
@@ -167,6 +142,64 @@ def test_the_self_check_tells_damage_from_rounding(request_for) -> None:
     assert not compare(recorded, run_self_check(model, tokenizer))
     model.decoder.blocks[0].down.weight = model.decoder.blocks[0].down.weight.roll(1, 0)
     assert compare(recorded, run_self_check(model, tokenizer))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_sequences_begin_as_the_model_saw_texts_begin(bos: bool, tiny_llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "bos_token": "<eos>", "add_bos_token": bos}), encoding="utf-8"
+    )
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    found = load_calibration(text, OurTokenizer.load(folder), tokens=300, max_positions=100)
+    assert found.quantise.shape == (3, 100)
+    assert [bool((rows[:, 0] == 256).all()) for rows in (found.quantise, found.judge)] == [bos, bos]
+    assert not bool((found.quantise[:, 1:] == 256).any())
+
+
+def test_the_quality_is_that_of_the_resident_blocks(request_for) -> None:
+    """What the manifest says of a bundle with dropped blocks is what such a bundle does."""
+    request = request_for(tau=1.0)
+    dropped = Bundle.open(convert(replace(request, river=replace(request.river, resident=2)))).manifest
+    assert dropped.quality is not None
+    assert dropped.quality.mean_depth == 2
+
+
+def test_force_never_replaces_what_is_no_bundle_nor_what_it_reads(request_for, tmp_path: Path) -> None:
+    precious = tmp_path / "documents"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(UsageError, match="neither a bundle nor a model"):
+        plan(replace(request_for(), output=precious, force=True), SilentReporter())
+    request = request_for()
+    with pytest.raises(UsageError, match="which --force would remove"):
+        plan(replace(request, output=Path(request.source).parent, force=True), SilentReporter())
+    path = convert(request)
+    assert convert(replace(request, force=True)) == path, "a bundle is replaced"
+    with pytest.raises(UsageError, match="which --force would remove"):
+        export(Bundle.open(path), "hf", path, reporter=SilentReporter(), force=True)
+
+
+def test_another_ready_made_checkpoint_never_resumes_silently(
+    request_for, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = export(Bundle.open(convert(request_for("a"))), "gptq", tmp_path / "gptq", reporter=SilentReporter())
+    request = request_for("taken", group_size=None, river_from=str(first))
+    with monkeypatch.context() as patch:
+        patch.setattr("adapt_llm.convert.river.place_river", lambda *_: raise_killed())
+        with pytest.raises(KilledError):
+            convert(request)
+    shutil.rmtree(first)
+    export(
+        Bundle.open(convert(request_for("b", quantizer="gptq"))), "gptq", tmp_path / "gptq", reporter=SilentReporter()
+    )
+    with pytest.raises(UsageError, match="ready_made was"):
+        convert(request)
+
+
+def raise_killed() -> None:
+    raise KilledError
 
 
 class KilledError(BaseException):
@@ -257,7 +290,7 @@ def test_texts_that_do_not_calibrate_are_refused(request_for) -> None:
     request = request_for()
     text = request.river.calibration
     text.write_text("too short", encoding="utf-8")
-    with pytest.raises(UsageError, match="too few to calibrate"):
+    with pytest.raises(UsageError, match="too short to calibrate"):
         convert(request)
     text.write_bytes("한국어".encode("cp949") * 500)
     with pytest.raises(UsageError, match="not UTF-8"):
