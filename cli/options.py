@@ -135,7 +135,9 @@ DtypeOption = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, metavar="N", rich_help_panel=MACHINE, help="CPU threads (default: all cores)."),
+    typer.Option(  # torch crashes on a number that the system cannot give
+        "--threads", min=1, max=1024, metavar="N", rich_help_panel=MACHINE, help="CPU threads (default: all cores)."
+    ),
 ]
 CacheDir = Annotated[
     Path | None,

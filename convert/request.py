@@ -3,6 +3,7 @@
 Knows no models: what depends on the source (layers, widths) is checked by the recipe.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,11 @@ class RiverSettings:
             self.entry_layer >= 2, f"--entry-layer {self.entry_layer} is too low", "Block 1 is always dense: use 2."
         )
         _demand(self.tau is None or -1 <= self.tau <= 1, f"--tau {self.tau} is no cosine", "Use a value up to 1.")
-        _demand(self.max_loss >= 0, f"--max-loss {self.max_loss} is negative", "0.02 accepts 2 % more perplexity.")
+        _demand(
+            0 <= self.max_loss < math.inf,
+            f"--max-loss {self.max_loss} is not a number from 0 on",
+            "0.02 accepts 2 % more perplexity.",
+        )
         _demand(self.calibration_tokens > 0, "--calibration-tokens must be positive")
         self._check_combinations()
 

@@ -59,6 +59,10 @@ def test_piped_text_comes_before_the_prompt(adapt: Invoke, fakes: ModuleType, mo
         (["run", "b"], "no prompt. Give one after BUNDLE, with -p or -f FILE, or pipe it in"),
         (["run", "b", "  "], "no prompt. Give one after BUNDLE, with -p or -f FILE, or pipe it in"),
         (["run", "b", "\udcff"], "the prompt is not UTF-8 text. Convert it, for example with iconv"),
+        (
+            ["run", "b", "x", "--threads", "1025"],
+            "Invalid value for '--threads': Input should be less than or equal to 1024. Try 'adapt run --help'",
+        ),
         (["run", "b", "x", "-p", "y"], "more than one prompt. Give it after BUNDLE, or with -p, or with -f"),
         (["run", "b", "two", "words"], "more than one argument after BUNDLE. Put the prompt in quotes"),
         (["run", "b", "-f", "/nope"], "/nope: no such file"),

@@ -545,6 +545,7 @@ def test_too_little_disk_or_memory_is_told_with_the_shortfall(tmp_path: Path) ->
         ({"entry_layer": 1}, "--entry-layer 1"),
         ({"tau": 1.5}, "--tau"),
         ({"max_loss": -0.1}, "--max-loss"),
+        ({"max_loss": float("inf")}, "--max-loss"),
         ({"calibration": Path("nowhere.txt")}, "nowhere.txt"),
         ({"calibration_tokens": 0}, "--calibration-tokens"),
         ({"quantizer": "hqq", "symmetric": True}, "symmetric"),
