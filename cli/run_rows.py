@@ -178,7 +178,12 @@ def _result(row: Row, answer: Answer, *, fail: bool) -> Mapping[str, object]:
         except AdaptError as error:
             if fail:
                 raise type(error)(f"row {row.number}: {error.message}", error.hint) from error
-            return {"error": str(error)}
+            return _failed(row, str(error))
     if fail:
         raise AdaptError(f"row {row.number}: {row.error}", "Mend it, or use --on-error record or skip")
-    return {"error": row.error}
+    return _failed(row, row.error)
+
+
+def _failed(row: Row, error: str) -> Mapping[str, object]:
+    """Return a failed row's result; its own `text`, if it has one, is not to be taken for an answer."""
+    return {"text": None, "error": error} if "text" in row.fields else {"error": error}

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from .. import __version__
-from ..errors import UnsupportedError, UsageError
+from ..errors import FormatError, UnsupportedError, UsageError
 from ..quant.layout import choose_group_size, packed_shapes
 from ..quant.quantizers import QUANTIZERS
 from ..runtime.architecture import Architecture
 from ..runtime.loading import architecture_of, resolve_device, resolve_dtype
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
+from ..runtime.safetensors_file import LFS_MARK
 from .backbone import BackbonePlan, plan_backbone
 from .calibration import read_text
 from .preflight import check_disk, check_memory, human
@@ -167,6 +169,7 @@ def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
         raise UsageError(f"--entry-layer {river.entry_layer} is not one of 2 to {arch.num_layers}")
     if river.resident is not None and river.resident > arch.num_layers:
         raise UsageError(f"--resident {river.resident} is more than the {arch.num_layers} blocks there are")
+    _check_tokenizer(source)
     indices = range(river.entry_layer - 1, arch.num_layers)
     quantizer = QUANTIZERS[river.quantizer]
     group = ready.settings.group_size if ready else river.group_size or DEFAULT_GROUP
@@ -186,6 +189,20 @@ def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
     if not work_folder(request.output).is_dir():
         check_disk(request.output, made.disk)
     return made
+
+
+def _check_tokenizer(source: Source) -> None:
+    """Refuse a damaged tokenizer.json before the work, by the name of the source."""
+    data = source.text_files()["tokenizer.json"]
+    data = data.read_bytes() if isinstance(data, Path) else data
+    if data.startswith(LFS_MARK):
+        what = f"tokenizer.json of {source.identity.id} is a git-lfs pointer"
+        raise FormatError(what, "Fetch the file itself: git lfs pull, or hf download.")
+    try:
+        Tokenizer.from_str(data.decode("utf-8"))
+    except Exception as error:
+        what = f"tokenizer.json of {source.identity.id} is damaged: {error}"
+        raise FormatError(what, "Download the model again.") from error
 
 
 def _inputs(request: ConvertRequest) -> list[Path]:

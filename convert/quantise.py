@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import FormatError
 from ..quant.layout import Int4Matrix, choose_group_size, pack
 from ..quant.quantizers import Hessian, Quantizer
 from ..runtime.architecture import Architecture
@@ -35,10 +36,13 @@ class Recipe:
     group_size: int
     symmetric: bool
 
-    def __call__(self, weight: Tensor, hessian: Tensor | None) -> Int4Matrix:
-        """Round one matrix [N, K]; `hessian` [K, K] of its inputs, for calibrated quantisers."""
+    def __call__(self, name: str, weight: Tensor, hessian: Tensor | None) -> Int4Matrix:
+        """Round one matrix [N, K]; `hessian` [K, K] of its inputs, for calibrated quantisers. FormatError names it."""
         size = choose_group_size(weight.shape[1], self.group_size)
-        return self.quantizer(weight, group_size=size, symmetric=self.symmetric, hessian=hessian)
+        try:
+            return self.quantizer(weight, group_size=size, symmetric=self.symmetric, hessian=hessian)
+        except FormatError as error:
+            raise FormatError(f"{name}: {error.message}", error.hint) from error
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def quantise_plain(job: Job, indices: Sequence[int], task: Task) -> None:
     for index in indices:
         if not job.work.has(piece_name(index)):
             names = job.arch.block_matrices(index)
-            matrices = {name: job.recipe(job.store.read(name), None) for name in names}
+            matrices = {name: job.recipe(name, job.store.read(name), None) for name in names}
             write_piece(job.work, piece_name(index), packed(matrices))
             release(job.store, job.arch, index)
         task.advance(1)
@@ -131,7 +135,7 @@ def _one_layer(job: Job, ids: Tensor, h: Tensor, index: int) -> Tensor:
     arch, frame = job.arch, job.frame
     hessians = watch(frame, job.dense(index), ids, h)
     weights = {name: job.store.read(name).to(frame.device) for name in arch.block_matrices(index)}
-    matrices = {name: job.recipe(weight, hessians[input_of(name)]) for name, weight in weights.items()}
+    matrices = {name: job.recipe(name, weight, hessians[input_of(name)]) for name, weight in weights.items()}
     copy = exit_block(arch, job.store, index, matrices, device=frame.device, dtype=frame.dtype)
     h = run_block(frame, copy, ids, h)
     if index + 1 < arch.num_layers:

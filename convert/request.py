@@ -100,6 +100,7 @@ class ConvertRequest:
         _choice("--method", self.method, METHOD_NAMES)
         _choice("--backbone", self.backbone, _BACKBONES)
         _choice("--dtype", self.dtype, _DTYPES)
+        _demand(bool(self.output.name), f"{self.output} is no folder of its own", "name the bundle's folder with -o")
         _demand(bool(self.source), "SOURCE is empty", "Name a Hub id, a folder, a .gguf file or a bundle.")
         _demand(self.threads is None or self.threads > 0, f"--threads {self.threads} is not positive")
         source = Path(self.source)

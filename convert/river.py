@@ -5,6 +5,7 @@ the threshold chosen by it, a self-check through the runtime, and the manifest l
 taken up where it was. Knows the order of things; how each is done is its neighbours' business.
 """
 
+import math
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -64,6 +65,8 @@ class _Recipe:
         self._store = plan.source.store
         self._tokenizer = Tokenizer.load(work.bundle)
         self._frame = load_frame(plan.arch, self._store, (), device=plan.device, dtype=plan.dtype)
+        if not bool(torch.isfinite(self._frame.embedding).all()):
+            raise FormatError("the embedding has values that are not numbers", "Download the model again.")
 
     def finish(self, backbone: Backbone) -> Path:
         text = self._text()
@@ -110,7 +113,11 @@ class _Recipe:
                 reporter=self._reporter,
             )
             self._work.write_note(_JUDGED, _to_json(verdict))
-        return _from_json(self._work.read_note(_JUDGED))
+        verdict = _from_json(self._work.read_note(_JUDGED))
+        if not math.isfinite(verdict.dense.perplexity):
+            what = "the model gives no finite likelihood on the calibration text"
+            raise FormatError(what, "Its weights may be damaged: download it again, or try --dtype fp32.")
+        return verdict
 
     def _tau(self, verdict: Verdict) -> float:
         settings = self._plan.request.river

@@ -6,14 +6,18 @@ Knows which kind a string means. The kinds themselves are in `source_directory`,
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+import torch
+
+from ..errors import UnsupportedError, UsageError
 from ..runtime.architecture import Architecture
 from ..runtime.progress import Reporter, SilentReporter
-from ..runtime.store import check_tensors
+from ..runtime.store import TensorStore, check_tensors
 from .source_directory import DirectorySource, check_config, open_directory
 from .source_gguf import GgufSource
 from .source_gptq import GptqCheckpoint, GptqSettings, open_gptq_directory
 from .source_identity import Source, SourceIdentity
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 __all__ = ["GptqCheckpoint", "GptqSettings", "Source", "SourceIdentity", "open_gptq", "open_source"]
 
@@ -44,7 +48,17 @@ def open_source(
     architecture = Architecture.from_config(opened.config)
     for remark in check_tensors(opened.store, architecture.tensors(), tied=architecture.tied):
         reporter.warn(remark)
+    _check_dtypes(opened.store, architecture)
     return opened
+
+
+def _check_dtypes(store: TensorStore, architecture: Architecture) -> None:
+    """Refuse weights that mean something else than their numbers: integers and 8-bit floats have scales elsewhere."""
+    for name in architecture.tensors().keys() & set(store.names()):
+        dtype = store.info(name).dtype
+        if dtype not in DTYPES:
+            what = f"{name} is stored as {str(dtype).removeprefix('torch.')}"
+            raise UnsupportedError(what, "Give a model with 16- or 32-bit floating-point weights.")
 
 
 def open_gptq(

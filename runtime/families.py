@@ -4,6 +4,7 @@ Defaults are those of the family's configuration class in transformers, since ne
 nothing of weights; returns plain values for `Architecture`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +126,7 @@ def read_config(config: Config) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": _size(config, "vocab_size"),
         "max_positions": positions,
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "norm_eps": _positive(config, "rms_norm_eps", 1e-6),
         "activation": _activation(config, family),
         "norm_offset": family.gemma,
         "qkv_bias": _switch(config, family.qkv_bias),
@@ -144,6 +145,13 @@ def read_config(config: Config) -> dict[str, Any]:
         "layers": layers,
         "ropes": ropes,
     }
+
+
+def _positive(config: Config, name: str, default: float) -> float:
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise FormatError(f"config.json has {name} = {value!r}", "Download the model again.")
+    return float(value)
 
 
 def _select(config: Config) -> tuple[dict[str, Any], str, Family]:

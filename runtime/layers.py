@@ -10,6 +10,7 @@ from ..errors import FormatError, UnsupportedError
 from .rope import RopeSpec
 
 Config = Mapping[str, Any]
+MOST_LAYERS = 10_000  # more is damage, and would take its time to be found
 SLIDING, FULL = "sliding_attention", "full_attention"
 SCALED = ("llama3", "yarn", "longrope")  # kinds that know the length trained before scaling
 
@@ -37,7 +38,7 @@ def read_layers(
 
 def _layer_types(config: Config, windows: str) -> list[str]:
     count = config.get("num_hidden_layers")
-    if not isinstance(count, int) or count <= 0:
+    if not isinstance(count, int) or not 0 < count <= MOST_LAYERS:
         raise FormatError(f"config.json has num_hidden_layers = {count!r}", "Download the model again.")
     given = config.get("layer_types")
     if given is None or windows in ("none", "all"):  # transformers ignores layer_types for these families, too

@@ -33,15 +33,19 @@ class Stops:
             ignore_eos: only what is asked for stops the text.
 
         Raises:
-            UsageError: an empty stop string.
+            UsageError: an empty stop string, or a token that the model does not have.
 
         """
         wanted = tuple(dict.fromkeys(strings))
         if "" in wanted:
             raise UsageError("A stop string is empty", "Give --stop some text.")
+        ids = frozenset(ids)
+        unknown = next((index for index in sorted(ids) if not 0 <= index < tokenizer.size), None)
+        if unknown is not None:
+            raise UsageError(f"There is no token {unknown} to stop at", f"Tokens are 0 to {tokenizer.size - 1}.")
         spelled = {index for index in map(tokenizer.added_id, wanted) if index is not None}
         own = frozenset() if ignore_eos else tokenizer.stop_ids
-        return cls(own | spelled | frozenset(ids), wanted)
+        return cls(own | spelled | ids, wanted)
 
 
 class StopMatcher:

@@ -89,6 +89,11 @@ class Tokenizer:
         """Id of the beginning-of-sequence token, if one is named."""
         return None if self.bos_token is None else self.backend.token_to_id(self.bos_token)
 
+    @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
     @cached_property
     def adds_bos(self) -> bool:
         """Whether a plain text begins with BOS: what `add_bos_token` says, else what the post-processor does."""

@@ -235,7 +235,7 @@ def test_rows_to_stdout(adapt: Invoke, tmp_path: Path) -> None:
             "finish_reason": "stop",
             "mean_depth": 3.0,
         },
-        {"text": "FAIL", "row": 4, "error": "The prompt does not fit. Shorten it."},
+        {"text": None, "row": 4, "error": "The prompt does not fit. Shorten it."},
     ]
     assert "가" in out
     assert err.startswith("4 rows, 2 failed, ")

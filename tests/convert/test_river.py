@@ -344,3 +344,70 @@ def test_ready_made_weights_of_another_model_are_refused(request_for, tmp_path: 
     request = request_for("taken", group_size=None, river_from=str(checkpoint), calibration=None)
     with pytest.raises(FormatError, match=r"has no model\.layers\.2\.mlp\.gate_proj\.qweight"):
         plan(request, SilentReporter())
+
+
+def damaged(tiny_llama: Path, folder: Path, change) -> Path:
+    """A copy of the model whose tensors `change` has altered."""
+    copy = shutil.copytree(tiny_llama, folder)
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def poison(name: str):
+    def change(tensors: dict) -> None:
+        tensors[name] = tensors[name].clone()
+        tensors[name][0] = float("nan")
+
+    return change
+
+
+def cast(name: str, dtype: torch.dtype):
+    def change(tensors: dict) -> None:
+        tensors[name] = tensors[name].to(dtype)
+
+    return change
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (cast(Q_PROJ, torch.int8), UnsupportedError, "q_proj.weight is stored as int8"),
+        (cast(Q_PROJ, torch.float8_e4m3fn), UnsupportedError, "stored as float8_e4m3fn"),
+        (poison(Q_PROJ), FormatError, r"model\.layers\.1\.self_attn\.q_proj\.weight: "),
+        (poison("model.embed_tokens.weight"), FormatError, "the embedding has values that are not numbers"),
+        (poison("model.layers.0.mlp.up_proj.weight"), FormatError, "no finite likelihood"),
+    ],
+    ids=["int8", "fp8", "nan", "nan-embedding", "nan-dense"],
+)
+def test_weights_that_are_no_numbers_are_named(change, error, words: str, request_for, tiny_llama, tmp_path) -> None:
+    folder = damaged(tiny_llama, tmp_path / "damaged", change)
+    with pytest.raises(error, match=words):
+        convert(replace(request_for(), source=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "is damaged"),
+        ('{"version": "1.0", "mod', "is damaged"),
+        ("version https://git-lfs.github.com", "git-lfs"),
+    ],
+)
+def test_a_damaged_tokenizer_is_found_before_the_work(
+    content: str, words: str, request_for, tiny_llama, tmp_path
+) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "damaged")
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(FormatError, match=rf"tokenizer.json of damaged.*{words}"):
+        plan(replace(request_for(), source=str(folder)), SilentReporter())
+
+
+def test_the_output_needs_a_name(request_for) -> None:
+    for path in ("/", "", "."):
+        with pytest.raises(UsageError, match="no folder of its own"):
+            replace(request_for(), output=Path(path))
