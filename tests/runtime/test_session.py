@@ -128,7 +128,7 @@ def test_open_session_loads_the_model_of_the_bundle(
     monkeypatch.setattr("adapt_llm.runtime.bundle.check_size", lambda *_: None)  # the tokenizer is another one
     loaded = []
 
-    def load(bundle: object, options: SessionOptions) -> object:
+    def load(bundle: object, options: SessionOptions, reporter: object) -> object:
         loaded.append((bundle.path, options.tau))
         return FAKES.FakeModel(TOKENIZER, FAKES.echo)
 
