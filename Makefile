@@ -32,8 +32,9 @@ $(MODELS)/smollm2-135m-instruct.gguf: | $(BIN)/adapt
 models: $(BIN)/adapt
 	$(BIN)/python tests/fetch_models.py $(MODELS)
 
+# The GGUF holds 4-bit weights in groups of 32: in the same groups the exit layers cost almost nothing.
 demo-bundle/adapt.json: $(BIN)/adapt $(MODELS)/smollm2-135m-instruct.gguf
-	$(BIN)/adapt convert $(MODELS)/smollm2-135m-instruct.gguf --method river -o demo-bundle --force
+	$(BIN)/adapt convert $(MODELS)/smollm2-135m-instruct.gguf --method river --quantizer rtn --group-size 32 -o demo-bundle
 
 demo: demo-bundle/adapt.json
 	$(BIN)/adapt inspect demo-bundle

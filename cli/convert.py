@@ -104,7 +104,7 @@ def command(
         typer.Option(
             "--max-loss", metavar="X", rich_help_panel=RIVER, help="Accepted rise of perplexity: 0.02 is 2 %."
         ),
-    ] = 0.02,
+    ] = 0.1,
     calibration: Annotated[
         Path | None,
         typer.Option("--calibration", metavar="FILE", rich_help_panel=RIVER, help="A UTF-8 text (default: built in)."),

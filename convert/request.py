@@ -36,7 +36,7 @@ class RiverSettings:
     symmetric: bool = False
     entry_layer: int = 2
     tau: float | None = None
-    max_loss: float = 0.02
+    max_loss: float = 0.1
     calibration: Path | None = None
     calibration_tokens: int = 8192
     river_from: str | None = None
