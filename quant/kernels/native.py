@@ -156,10 +156,11 @@ def _lines(codes: Tensor, tiles: int, groups: int) -> Tensor:
     N, K = codes.shape
     padded = torch.zeros(tiles * TILE, K, dtype=torch.uint8)
     padded[:N] = codes
-    # rows: tile, quad, row; inputs: group, line, nibble, half, parity
-    view = padded.view(tiles, 4, 4, groups, K // groups // LINE_INPUTS, 2, 2, 2)
-    low, high = (view.select(5, nibble).permute(0, 3, 4, 1, 5, 2, 6) for nibble in (0, 1))
-    return (low | (high << 4)).reshape(tiles, groups, -1)
+    # Four codes are one int32: inputs 0 to 3 of a line get inputs 4 to 7 as high nibbles; then pairs move, not bytes.
+    halves = padded.view(torch.int32).view(tiles * TILE, -1, 2)
+    words = halves[..., 0] | (halves[..., 1] << 4)
+    pairs = words.view(torch.int16).view(tiles, 4, 4, K // LINE_INPUTS, 2)  # tile, quad, row, line, half
+    return pairs.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).view(tiles, groups, -1)
 
 
 def _head(values: Tensor, parts: int, tiles: int, *, wide: bool) -> Tensor:
