@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..runtime.architecture import block_prefix
 from ..runtime.decoder import Decoder, load_block
 from ..runtime.exit_layers import LazyBlocks, load_exit_block
 from ..runtime.exits import CosineExit, ExitPolicy, FixedExit
@@ -39,6 +40,12 @@ class Files:
     backbone: TensorStore
     river: TensorStore
 
+    def release(self, index: int) -> None:
+        """Let the pages of block `index` and of its exit layer go."""
+        release(self.backbone, self.frame.arch, index)
+        for name in [name for name in self.river.names() if name.startswith(block_prefix(index))]:
+            self.river.release(name)
+
     def rung(self) -> Ladder:
         """Return blocks that are loaded when asked for, and forgotten with the ladder."""
         arch, place = self.frame.arch, {"device": self.frame.device, "dtype": self.frame.dtype}
@@ -59,7 +66,7 @@ def measure(files: Files, ids: Tensor, policies: Sequence[ExitPolicy], reporter:
     with reporter.task("Measure the quality", count + 1) as task:
         for layer in range(1, count + 1):
             push(tracks, step, files.rung(), layer)
-            release(files.backbone, frame.arch, layer - 1)
+            files.release(layer - 1)
             task.advance(1)
         result = score(tracks, ids, frame.logits, count)
         task.advance(1)

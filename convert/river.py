@@ -15,8 +15,8 @@ import torch
 
 from .. import __version__
 from ..errors import FormatError
-from ..runtime.decoder import load_frame
-from ..runtime.exits import CosineExit
+from ..runtime.decoder import EMBEDDING, load_frame
+from ..runtime.exits import CosineExit, FixedExit
 from ..runtime.loading import Placement, make_river
 from ..runtime.manifest import Backbone, Base, Manifest
 from ..runtime.manifest import Quality as QualityRecord
@@ -24,11 +24,11 @@ from ..runtime.manifest import SelfCheck as SelfCheckRecord
 from ..runtime.methods import River, TauPoint, TextUsed
 from ..runtime.progress import Reporter
 from ..runtime.quality import Quality
-from ..runtime.self_check import run_self_check
+from ..runtime.self_check import compare, run_self_check, self_check_ids
 from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
 from .calibration import CalibrationText, load_calibration
-from .judge import TAUS, Files, Verdict, choose_tau, judge, loss
+from .judge import TAUS, Files, Verdict, choose_tau, judge, loss, measure
 from .pace import Paced
 from .plan import Plan, plan
 from .quantise import Job, piece_name, quantise_calibrated, quantise_plain
@@ -39,6 +39,8 @@ from .writer import place_backbone, place_configs, place_river, place_text_files
 __all__ = ["Plan", "build", "plan"]
 
 _JUDGED = "quality.json"
+RUN_WHOLE = 2 << 30
+"""Bytes of weights up to which the self-check also runs the model whole."""
 
 
 def build(plan: Plan, reporter: Reporter) -> Path:
@@ -65,8 +67,13 @@ class _Recipe:
         self._store = plan.source.store
         self._tokenizer = Tokenizer.load(work.bundle)
         self._frame = load_frame(plan.arch, self._store, (), device=plan.device, dtype=plan.dtype)
-        if not bool(torch.isfinite(self._frame.embedding).all()):
+        self._check_embedding()
+
+    def _check_embedding(self) -> None:
+        """Look at some rows at a time: the table of a large vocabulary is the largest tensor there is."""
+        if not all(bool(torch.isfinite(rows).all()) for rows in self._frame.embedding.split(4096)):
             raise FormatError("the embedding has values that are not numbers", "Download the model again.")
+        self._store.release(EMBEDDING)
 
     def finish(self, backbone: Backbone) -> Path:
         text = self._text()
@@ -133,17 +140,29 @@ class _Recipe:
         return tau
 
     def _self_check(self, river: TensorStore, tau: float) -> SelfCheckRecord:
-        plan = self._plan
-        settings = plan.request.river
-        model = make_river(
-            plan.arch,
-            self._store,
-            river,
-            Placement(plan.device, plan.dtype),
-            CosineExit.uniform(tau, plan.arch.num_layers, settings.entry_layer),
-            entry_layer=settings.entry_layer,
+        """Run the self-check's text block by block; a small model also as `run` would, through the cache."""
+        plan, settings = self._plan, self._plan.request.river
+        count = plan.arch.num_layers
+        policy = CosineExit.uniform(tau, count, settings.entry_layer)
+        ids = self_check_ids(self._tokenizer, plan.arch.max_positions)
+        files = Files(self._frame, self._store, river)
+        dense, left = measure(files, ids, [FixedExit(count), policy], self._reporter)
+        found = SelfCheckRecord(
+            tokens=ids.numel(), dense_nll=math.log(dense.perplexity), river_nll=math.log(left.perplexity)
         )
-        return run_self_check(model, self._tokenizer)
+        if plan.backbone.nbytes + plan.river_bytes <= RUN_WHOLE:
+            model = make_river(
+                plan.arch,
+                self._store,
+                river,
+                Placement(plan.device, plan.dtype),
+                policy,
+                entry_layer=settings.entry_layer,
+            )
+            differing = compare(found, run_self_check(model, self._tokenizer))
+            if differing:
+                raise FormatError(f"the self-check fails: {'; '.join(differing)}", "This is a bug; please report it.")
+        return found
 
     def _manifest(
         self, backbone: Backbone, text: CalibrationText, verdict: Verdict, tau: float, check: SelfCheckRecord

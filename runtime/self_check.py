@@ -29,8 +29,7 @@ TOLERANCE = 0.02
 
 def run_self_check(model: River, tokenizer: Tokenizer) -> SelfCheck:
     """Return the figures of the text. Raises FormatError where cached and uncached runs disagree."""
-    encoded = tokenizer.encode(TEXT)[: model.decoder.arch.max_positions]
-    ids = torch.tensor([encoded], device=model.decoder.device)
+    ids = self_check_ids(tokenizer, model.decoder.arch.max_positions).to(model.decoder.device)
     with torch.inference_mode():
         dense = _uncached(model, ids, dense=True)
         alone = _uncached(model, ids, dense=False)
@@ -43,6 +42,11 @@ def run_self_check(model: River, tokenizer: Tokenizer) -> SelfCheck:
             "This is a bug; please report it with the model's name.",
         )
     return SelfCheck(tokens=ids.shape[1], dense_nll=dense, river_nll=cached)
+
+
+def self_check_ids(tokenizer: Tokenizer, max_positions: int) -> Tensor:
+    """Return the text's tokens [1, S]."""
+    return torch.tensor([tokenizer.encode(TEXT)[:max_positions]])
 
 
 def compare(recorded: SelfCheck, found: SelfCheck) -> Sequence[str]:
