@@ -32,7 +32,7 @@ $(MODELS)/smollm2-135m-instruct.gguf: | $(BIN)/adapt
 models: $(BIN)/adapt
 	$(BIN)/python tests/fetch_models.py $(MODELS)
 
-# The GGUF holds 4-bit weights in groups of 32: in the same groups the exit layers cost almost nothing.
+# rtn needs no pass over a text, so the demo is quick; the default, gptq, gives better exit layers.
 demo-bundle/adapt.json: $(BIN)/adapt $(MODELS)/smollm2-135m-instruct.gguf
 	$(BIN)/adapt convert $(MODELS)/smollm2-135m-instruct.gguf --method river --quantizer rtn --group-size 32 -o demo-bundle
 

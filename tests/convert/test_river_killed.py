@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 KILLS = 10
+LONGEST = 0.4
+"""Seconds between a start and its kill; the whole work takes several times as long."""
 COMMAND = "from adapt_llm.cli.app import main; main()"
 
 
@@ -32,6 +34,12 @@ def start(source: Path, output: Path, text: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
+def started(work: Path) -> int:
+    """Which start the work folder has seen last: every one writes its state anew."""
+    state = work / "state.json"
+    return state.stat().st_ino if state.exists() else 0
+
+
 def finish(process: subprocess.Popen[bytes]) -> None:
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()
@@ -44,17 +52,18 @@ def bytes_of(bundle: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_killed_at_ten_random_moments_it_ends_the_same(tiny_llama: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("A river begins somewhere, and nobody agrees on where. 강은 흐른다. " * 80, encoding="utf-8")
+    text.write_text("A river begins somewhere, and nobody agrees on where. 강은 흐른다. " * 600, encoding="utf-8")
     finish(start(tiny_llama, tmp_path / "whole", text))
     whole = bytes_of(tmp_path / "whole")
     cut, work = tmp_path / "cut", tmp_path / ".cut.adapt-work"
     chance = random.Random(20)
     kills = 0
     while kills < KILLS and not cut.exists():
+        before = started(work)
         process = start(tiny_llama, cut, text)
-        while process.poll() is None and not work.exists():
-            time.sleep(0.01)  # imports are not what is tested
-        time.sleep(chance.expovariate(1 / 0.25))
+        while process.poll() is None and started(work) == before:
+            time.sleep(0.005)  # imports are not what is tested
+        time.sleep(chance.uniform(0, LONGEST))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode in (-signal.SIGKILL, 0)
