@@ -13,21 +13,22 @@ from ..quant.layout import Int4Matrix, read_zeros
 from ..runtime.architecture import Architecture
 from ..runtime.exit_layers import MATRIX_PARTS, read_matrix
 from ..runtime.progress import Task
-from .quantise import packed, piece_name
+from .quantise import Job, packed, piece_name
 from .source_gptq import GptqCheckpoint
-from .workspace import Workspace
 from .writer import write_piece
 
 
 def take_ready_made(
-    work: Workspace, arch: Architecture, checkpoint: GptqCheckpoint, indices: Sequence[int], task: Task
+    job: Job, checkpoint: GptqCheckpoint, indices: Sequence[int], task: Task, *, float_zeros: bool
 ) -> None:
-    """Write the exit layers of `indices` from the checkpoint. UnsupportedError for numbers our layout cannot hold."""
-    float_zeros = needs_float_zeros(arch, checkpoint, indices)
+    """Write the exit layers of `indices` from the checkpoint. UnsupportedError for numbers our layout cannot hold.
+
+    `float_zeros` is what `needs_float_zeros` said when the conversion was planned.
+    """
     for index in indices:
-        if not work.has(piece_name(index)):
-            shapes = arch.block_matrices(index)
-            write_piece(work, piece_name(index), _packed(checkpoint, shapes, float_zeros=float_zeros))
+        if not job.work.has(piece_name(index)):
+            shapes = job.arch.block_matrices(index)
+            write_piece(job.work, piece_name(index), _packed(checkpoint, shapes, float_zeros=float_zeros))
             _release(checkpoint, shapes)
         task.advance(1)
 

@@ -101,7 +101,7 @@ class _Recipe:
         with self._reporter.task("Make the exit layers", len(indices)) as bar:
             task = Paced(bar, len(indices), self._reporter)
             if plan.ready_made is not None:
-                take_ready_made(self._work, plan.arch, plan.ready_made, indices, task)
+                take_ready_made(job, plan.ready_made, indices, task, float_zeros=plan.float_zeros)
             elif plan.recipe.quantizer.calibrated:
                 quantise_calibrated(job, indices, text.quantise, task)
             else:

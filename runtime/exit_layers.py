@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import overload
 
 import torch
-from torch import Tensor
 
 from ..quant.layout import Int4Matrix, unpack
 from ..quant.linear import Int4Linear, Linear
@@ -110,8 +109,3 @@ def _fused(
 ) -> Projection:
     names = ["qkv_proj"] if is_fused else [f"{letter}_proj" for letter in letters]
     return Fused(linear(*(f"{where}.{name}" for name in names)), sizes)
-
-
-def dense_copy(matrices: Mapping[str, Int4Matrix], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights that the matrices stand for, for oracles and exports."""
-    return {name: matrix.dequantize(dtype) for name, matrix in matrices.items()}

@@ -9,7 +9,7 @@ import torch
 from adapt_llm.quant.layout import Int4Matrix, round_scale
 from adapt_llm.runtime.block import Block
 from adapt_llm.runtime.cache import PassStore
-from adapt_llm.runtime.exit_layers import LazyBlocks, dense_copy, exit_block
+from adapt_llm.runtime.exit_layers import LazyBlocks, exit_block
 from adapt_llm.runtime.exits import CosineExit, FixedExit
 from adapt_llm.runtime.offload import StreamedBlocks
 from adapt_llm.runtime.quality import Track, push, score
@@ -54,7 +54,7 @@ class Tiny:
         state = {name: tensor.clone() for name, tensor in self.model.reference.state_dict().items()}
         replaced = dict(state)
         for matrices in self.matrices[depth:]:
-            replaced |= dense_copy(matrices, torch.float32)
+            replaced |= {name: matrix.dequantize() for name, matrix in matrices.items()}
         try:
             self.model.reference.load_state_dict(replaced, strict=True)
             return self.model.expected(ids)
