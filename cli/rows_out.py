@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ..errors import FormatError, UsageError
-from .rows import Row
+from ..runtime.rows import Row
 
 FORMS = ("text", "jsonl", "csv", "tsv")
 

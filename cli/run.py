@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
+from ..runtime.rows import Shard
 from .generation import Choices, Raw, Stats, System, sampling
 from .groups import Group
 from .options import ROWS, Force, Json, opening
 from .prompts import STDIN, single_prompt
-from .rows import Shard
 from .run_generate import Run, check_new
 from .run_rows import OnError, RowsRequest
 

@@ -13,11 +13,11 @@ import typer
 
 from ..errors import UsageError
 from ..runtime.progress import Reporter
+from ..runtime.rows import Row
 from . import failures, services
 from .charts import histogram, human_bytes
 from .console import make_reporter
 from .generation import Choices, figures, report, rounded
-from .rows import Row
 from .run_rows import RowsJob, RowsRequest
 from .state import State
 

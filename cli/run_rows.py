@@ -13,7 +13,7 @@ from typing import BinaryIO, Literal
 
 from ..errors import AccessError, AdaptError, ResourceError, UsageError
 from ..runtime.progress import Reporter, Task
-from .rows import STDIN, Row, Shard, check_inputs, read_rows
+from ..runtime.rows import STDIN, Row, Shard, check_inputs, read_rows
 from .rows_out import Done, Form, form_of, match, open_output, output_form
 
 OnError = Literal["record", "skip", "fail"]
