@@ -4,6 +4,7 @@ Every function is differentiable and writes nothing in place. Knows no layers an
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -12,13 +13,28 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, rms_norm, scaled_dot_product_attention, silu
 
 from ..quant.kernels import small
-from .step import View
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
 )
 
 CAPPED_ROWS = 256  # of scores in memory at a time, where there is no fused kernel
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the layers of one kind (window, rotation) see in a pass.
+
+    cos, sin [S, rotary_dim] or [B, 1, S, rotary_dim]; mask [S or G * S, T] or [B, 1, S or G * S, T], added to the
+    scores, None when every key of the range counts or `causal` says it all.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    folded: bool
+    first: int
 
 
 def runs_native(weight: Tensor) -> bool:

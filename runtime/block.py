@@ -6,7 +6,7 @@ values go through a KV store, so it does not know whether there is a cache. Know
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from torch import Tensor
 from ..quant.kernels import small
 from ..quant.linear import DenseGroup, Linear
 from .architecture import Architecture
-from .attention import Gated, HeadNorm, RMSNorm, attend, rotate, runs_native
+from .attention import Gated, HeadNorm, RMSNorm, rotate, runs_native
 from .cache import KVStore
-
-if TYPE_CHECKING:
-    from .step import Step
+from .step import Pass, Step
 
 
 class Projection(Protocol):
@@ -114,7 +112,7 @@ class Block:
         self._gated = Gated(arch.activation, native=native)
         self._token = _token_attention(arch, norms.heads) if native else None
 
-    def __call__(self, h: Tensor, step: "Step", kv: KVStore) -> Tensor:
+    def __call__(self, h: Tensor, step: Pass, kv: KVStore) -> Tensor:
         """Map h [B, S, hidden] to the same shape and dtype. Keys and values go to and come from `kv`."""
         norms = self.norms
         mixed = self._attention(norms.before_attention(h), step, kv)
@@ -123,22 +121,19 @@ class Block:
         mixed = self.down(self._gated(gate, up))
         return h + (mixed if norms.after_mlp is None else norms.after_mlp(mixed))
 
-    def _attention(self, x: Tensor, step: "Step", kv: KVStore) -> Tensor:
+    def _attention(self, x: Tensor, step: Pass, kv: KVStore) -> Tensor:
         view = step.views[self._kind]
         heads, *value = self.qkv(x)
-        if self._token is not None and step.single and not heads.requires_grad:
+        if self._token is not None and isinstance(step, Step) and step.single and not heads.requires_grad:
             buffers = kv.claim(step, self.index)
             if buffers is not None:
                 own, (keys, values), seen = value[0] if value else None, buffers, range(view.first, step.end)
                 return self.output(self._token(heads, own, view.cos, view.sin, keys, values, seen))
-        q = self._turn(heads, view.cos, view.sin)
+        q, own = self._turn(heads, view.cos, view.sin), None
         if value:
             q, k = q.split_with_sizes(self._heads, 1)
-            kv.store(step, self.index, k, self._split(value[0]))
-        if step.query_scale is not None:
-            q = q * step.query_scale
-        k, v = kv.fetch(step, self.index)
-        return self.output(attend(q, k, v, view, scale=self._scale, softcap=self._softcap))
+            own = k, self._split(value[0])
+        return self.output(step.attend(q, own, kv, self.index, scale=self._scale, softcap=self._softcap))
 
     def _split(self, x: Tensor) -> Tensor:
         batch, rows, _ = x.shape

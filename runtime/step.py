@@ -4,40 +4,52 @@ Knows no weights and stores nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
 from .architecture import Architecture, LayerSpec
+from .attention import View, attend
+from .cache import KVStore
 from .rope import Rotary
 
 FOLDED_ROWS = 8  # up to here the query heads of a group are stacked as rows: keys are read once per group
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the layers of one kind (window, rotation) see in this pass.
+class Pass(Protocol):
+    """What a block asks of a pass: rotations by kind of layer, and attention over what the pass sees."""
 
-    cos, sin [S, rotary_dim] or [B, 1, S, rotary_dim]; mask [S or G * S, T] or [B, 1, S or G * S, T], added to the
-    scores, None when every key of the range counts or `causal` says it all.
-    """
+    @property
+    def views(self) -> Sequence[View]:
+        """One per kind of layer."""
+        ...
 
-    cos: Tensor | None
-    sin: Tensor | None
-    mask: Tensor | None
-    causal: bool
-    folded: bool
-    first: int
+    def attend(
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor] | None,
+        kv: KVStore,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of rotated q [B, heads, S, D] -> [B, S, heads * D], over what `kv` holds of the layer.
+
+        `own` are the pass's keys and values [B, kv_heads, S, D], stored first; None where the layer reads another's.
+        """
+        ...
 
 
 class Step:
     """One pass: rows `starts[i] .. starts[i] + counts[i]` of each sequence, as a chunk of `width` columns.
 
     Shorter rows are padded on the right. A padding column takes the last valid position of its row, so that it attends
-    to something finite; what it computes is never stored.
+    to something finite; what it computes is never stored. `length` is how long the sequences will become, where that
+    is known and decides their rotation; otherwise the length up to here does.
     """
 
     def __init__(
@@ -49,6 +61,7 @@ class Step:
         counts: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        length: int | None = None,
     ) -> None:
         self.starts = starts
         self.ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
@@ -61,15 +74,35 @@ class Step:
         self.device = device
         switching = [rotary.spec for rotary in rotaries if rotary.spec.kind == "longrope"]
         # Per row, which frequencies its keys get; empty for models whose frequencies never switch.
-        self.regimes = tuple(tuple(spec.regime(end) for spec in switching) for end in self.ends) if switching else ()
+        self._lengths = self.ends if length is None else (length,) * len(starts)
+        self.regimes = tuple(tuple(spec.regime(n) for spec in switching) for n in self._lengths) if switching else ()
         self._capped = arch.attention_softcap is not None
         self._group = arch.num_heads // arch.num_kv_heads
         self._rotaries = rotaries
         self.views = tuple(self._view(kind) for kind in arch.kinds)
+        self._kind_of = arch.kind_of
         self._first = tuple(self.views[kind].first for kind in arch.kind_of)
         self.query_scale = self._query_scale(arch.query_scaling)
         # One token of one sequence, for which there is a native attention.
         self.single = self.width == 1 and len(starts) == 1 and self.query_scale is None
+
+    def attend(
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor] | None,
+        kv: KVStore,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `Pass.attend`."""
+        if own is not None:
+            kv.store(self, layer, *own)
+        if self.query_scale is not None:
+            q = q * self.query_scale
+        k, v = kv.fetch(self, layer)
+        return attend(q, k, v, self.views[self._kind_of[layer]], scale=scale, softcap=softcap)
 
     def first_key(self, layer: int) -> int:
         """The first position that any query of this pass sees in `layer`."""
@@ -102,8 +135,8 @@ class Step:
             return None, None
         rotary = self._rotaries[rope]
         if self.uniform:
-            return rotary.range(self.start, self.end, self.end)
-        return rotary.rows(self.positions, self.ends)
+            return rotary.range(self.start, self.end, self._lengths[0])
+        return rotary.rows(self.positions, self._lengths)
 
     def _mask(self, window: int | None, first: int, *, folded: bool) -> tuple[Tensor | None, bool]:
         if self.uniform and self.width == 1:
