@@ -77,6 +77,18 @@ class Decoder:
             cache.begin(step)
         return step
 
+    def segment(self, start: int, count: int, length: int) -> Step:
+        """Prepare a pass of tokens `start` .. `start + count` of one sequence that will have `length` tokens in all."""
+        return Step(
+            self.arch,
+            self._rotaries,
+            starts=(start,),
+            counts=(count,),
+            dtype=self.dtype,
+            device=self.device,
+            length=length,
+        )
+
     def embed(self, ids: Tensor) -> Tensor:
         """Ids [B, S] -> [B, S, hidden]."""
         h = look_up(ids, self.embedding)
