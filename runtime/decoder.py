@@ -107,14 +107,31 @@ class Decoder:
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
+MakeLinear = Callable[[str, Tensor, Tensor | None], Linear]
+"""From the full name of a matrix ("model.layers.0.mlp.up_proj"), its weight and bias to the product."""
+
+
+def _dense(_name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+    return DenseLinear(weight, bias)
+
+
 def load_block(
-    arch: Architecture, store: TensorStore, index: int, *, device: torch.device | str, dtype: torch.dtype
+    arch: Architecture,
+    store: TensorStore,
+    index: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    make: MakeLinear = _dense,
 ) -> Block:
-    """Block `index` with dense weights. Nothing is copied when the store's tensors already fit device and dtype."""
+    """Block `index` with dense weights. Nothing is copied when the store's tensors already fit device and dtype.
+
+    `make` may put something around the dense product, as training with LoRA does.
+    """
     tensors = read_block(arch, store, index, device=device, dtype=dtype)
 
-    def linear(name: str) -> DenseLinear:
-        return DenseLinear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+    def linear(name: str) -> Linear:
+        return make(block_prefix(index) + name, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
     return Block(
         arch,
