@@ -10,18 +10,23 @@ import typer
 from ..errors import UsageError
 from . import services
 from .console import make_reporter
-from .options import HUB, RIVER, CacheDir, Device, DtypeOption, Force, Json, Threads
+from .convert_options import rcla_options, river_options, training_options, twodee_options
+from .convert_settings import settings_of
+from .groups import Group
+from .options import HUB, CacheDir, Device, DtypeOption, Force, Json, Threads
 
 EXAMPLES = """\
   adapt convert Qwen/Qwen2.5-Coder-0.5B-Instruct --method river
   adapt convert meta-llama/Llama-3.1-8B --method river --resident 4 --token hf_… -o llama-river
   adapt convert ./model.Q8_0.gguf --method river --quantizer rtn --group-size 32
   adapt convert ./model --method river --max-loss 0.01 --calibration my-text.txt
+  adapt convert ./model --method rcla --share-every 4 --data texts.jsonl --steps 2000
+  adapt convert ./model --method 2dee --data reviews.jsonl --max-drop 0.02
   adapt convert ./model --method river --dry-run --json
 """
 
-METHODS = ("river",)
-_LATER = ("rcla", "nvium", "2dee")
+METHODS = ("river", "rcla", "2dee")
+_LATER = ("nvium",)
 
 
 def method_name(text: str) -> str:
@@ -47,11 +52,15 @@ def _methods(incomplete: str) -> list[str]:
 
 def command(
     ctx: typer.Context,
-    source: Annotated[str, typer.Argument(help="A Hub id, a Hugging Face folder, or a .gguf file.", metavar="SOURCE")],
+    source: Annotated[
+        str, typer.Argument(help="A Hub id, a Hugging Face folder, a .gguf file, or a bundle.", metavar="SOURCE")
+    ],
     *,
     method: Annotated[
         str,
-        typer.Option("--method", metavar="river", callback=method_name, autocompletion=_methods, help="What to build."),
+        typer.Option(
+            "--method", metavar="|".join(METHODS), callback=method_name, autocompletion=_methods, help="What to build."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -73,61 +82,10 @@ def command(
         Literal["copy", "link", "reference"],
         typer.Option("--backbone", help="Dense weights: copied, hard-linked, or looked up in the Hub's cache."),
     ] = "copy",
-    quantizer: Annotated[
-        Literal["gptq", "hqq", "rtn"],
-        typer.Option(
-            "--quantizer", rich_help_panel=RIVER, help="How exit layers are rounded; rtn and hqq need no text."
-        ),
-    ] = "gptq",
-    bits: Annotated[int, typer.Option("--bits", "--q-bits", rich_help_panel=RIVER, help="Bits per weight.")] = 4,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            "--group-size",
-            metavar="32|64|128|-1",
-            rich_help_panel=RIVER,
-            help="Weights that share a scale; -1: a whole row.",
-        ),
-    ] = None,
-    symmetric: Annotated[bool, typer.Option("--symmetric", rich_help_panel=RIVER, help="No zero points.")] = False,
-    entry_layer: Annotated[
-        int, typer.Option("--entry-layer", min=2, metavar="N", rich_help_panel=RIVER, help="First exit layer, from 1.")
-    ] = 2,
-    tau: Annotated[
-        float | None,
-        typer.Option(
-            "--tau", rich_help_panel=RIVER, help="Exit threshold (default: chosen for --max-loss).", metavar="X"
-        ),
-    ] = None,
-    max_loss: Annotated[
-        float,
-        typer.Option(
-            "--max-loss", metavar="X", rich_help_panel=RIVER, help="Accepted rise of perplexity: 0.02 is 2 %."
-        ),
-    ] = 0.1,
-    calibration: Annotated[
-        Path | None,
-        typer.Option("--calibration", metavar="FILE", rich_help_panel=RIVER, help="A UTF-8 text (default: built in)."),
-    ] = None,
-    calibration_tokens: Annotated[
-        int,
-        typer.Option("--calibration-tokens", min=1, metavar="N", rich_help_panel=RIVER, help="How much of it is used."),
-    ] = 8192,
-    river_from: Annotated[
-        str | None,
-        typer.Option(
-            "--river-from",
-            metavar="SOURCE",
-            rich_help_panel=RIVER,
-            help="Take the 4-bit weights of this GPTQ checkpoint (Hub id or folder).",
-        ),
-    ] = None,
-    resident: Annotated[
-        int | None,
-        typer.Option(
-            "--resident", min=1, metavar="N", rich_help_panel=RIVER, help="Dense blocks kept in memory when it runs."
-        ),
-    ] = None,
+    river: Annotated[dict[str, Any], Group(river_options)],
+    training: Annotated[dict[str, Any], Group(training_options)],
+    rcla: Annotated[dict[str, Any], Group(rcla_options)],
+    twodee: Annotated[dict[str, Any], Group(twodee_options)],
     revision: Annotated[
         str | None, typer.Option("--revision", rich_help_panel=HUB, metavar="REF", help="Branch, tag or commit.")
     ] = None,
@@ -155,19 +113,7 @@ def command(
         source=source,
         output=output or default_output(source, method),
         method=method,
-        river=services.river_settings(
-            quantizer=quantizer,
-            bits=bits,
-            group_size=group_size,
-            symmetric=symmetric,
-            entry_layer=entry_layer,
-            tau=tau,
-            max_loss=max_loss,
-            calibration=calibration,
-            calibration_tokens=calibration_tokens,
-            river_from=river_from,
-            resident=resident,
-        ),
+        settings=settings_of(ctx, method, {"river": river, "training": training, "rcla": rcla, "2dee": twodee}),
         revision=revision,
         token=token,
         cache_dir=cache_dir,

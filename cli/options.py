@@ -15,6 +15,9 @@ SAMPLING = "Sampling"
 ROWS = "Many rows"
 HUB = "Hugging Face Hub"
 RIVER = "River"
+TRAINING = "Training (rcla, 2dee)"
+RCLA = "R-CLA"
+TWODEE = "2D early exit"
 
 DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}

@@ -12,7 +12,8 @@ from ..runtime.progress import Reporter
 from .generation import Choices
 
 if TYPE_CHECKING:
-    from ..convert.request import ConvertRequest, RiverSettings
+    from ..convert.recipes import Plan
+    from ..convert.request import ConvertRequest
     from ..runtime.bundle import Bundle
     from ..runtime.conversation import GenerationOptions
     from ..runtime.session import Session
@@ -36,45 +37,30 @@ def verify(path: Path, *, cache_dir: Path | None, reporter: Reporter) -> dict[st
 
 def _self_check(bundle: "Bundle") -> Sequence[str]:
     """Run the text that conversion ran; return what comes out differently."""
-    from ..runtime.loading import load_river  # noqa: PLC0415
-    from ..runtime.options import SessionOptions  # noqa: PLC0415
-    from ..runtime.self_check import compare, run_self_check  # noqa: PLC0415
-    from ..runtime.text import Tokenizer  # noqa: PLC0415
+    from ..runtime.models import self_check  # noqa: PLC0415
 
-    recorded = bundle.manifest.self_check
-    if recorded is None:
-        return ()
-    everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
-    model = load_river(bundle, SessionOptions(device="cpu", resident=everything, cache_dir=bundle.cache_dir))
-    return compare(recorded, run_self_check(model, Tokenizer.load(bundle.path)))
+    return self_check(bundle)
 
 
-def plan(request: "ConvertRequest", reporter: Reporter) -> Any:  # noqa: ANN401 - convert.river.Plan, seen by its users
+def plan(request: "ConvertRequest[Any]", reporter: Reporter) -> "Plan":
     """Plan a conversion: what will be read, written and needed."""
-    from ..convert.river import plan as plan_conversion  # noqa: PLC0415
+    from ..convert.recipes import recipe  # noqa: PLC0415
 
-    return plan_conversion(request, reporter)
+    return recipe(request.method).plan(request, reporter)
 
 
-def build(planned: Any, reporter: Reporter) -> Path:  # noqa: ANN401 - as above
+def build(planned: "Plan", reporter: Reporter) -> Path:
     """Carry a plan out; return the bundle's folder."""
-    from ..convert.river import build as build_bundle  # noqa: PLC0415
+    from ..convert.recipes import recipe  # noqa: PLC0415
 
-    return build_bundle(planned, reporter)
-
-
-def convert_request(**values: Any) -> "ConvertRequest":  # noqa: ANN401 - the fields of ConvertRequest
-    """Say what is asked for, checked. Raises UsageError."""
-    from ..convert.request import ConvertRequest  # noqa: PLC0415
-
-    return ConvertRequest(**values)
+    return recipe(planned.request.method).build(planned, reporter)
 
 
-def river_settings(**values: Any) -> "RiverSettings":  # noqa: ANN401 - the fields of RiverSettings
-    """Say how the river is asked for, checked. Raises UsageError."""
-    from ..convert.request import RiverSettings  # noqa: PLC0415
+def convert_request(method: str, settings: Mapping[str, Any], **values: Any) -> "ConvertRequest[Any]":  # noqa: ANN401
+    """Say what is asked for, checked. `settings` are the method's own. Raises UsageError."""
+    from ..convert.recipes import request  # noqa: PLC0415
 
-    return RiverSettings(**values)
+    return request(method, settings, **values)
 
 
 def quality(path: Path) -> dict[str, Any] | None:

@@ -6,30 +6,28 @@ Knows the request and the source; writes nothing.
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from .. import __version__
-from ..errors import FormatError, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..quant.layout import choose_group_size, packed_shapes
 from ..quant.quantizers import QUANTIZERS
 from ..runtime.architecture import Architecture
-from ..runtime.loading import architecture_of, resolve_device, resolve_dtype
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
-from ..runtime.safetensors_file import LFS_MARK
-from .backbone import BackbonePlan, plan_backbone
+from .backbone import BackbonePlan
 from .calibration import read_text
+from .opening import Opened, open_request
 from .preflight import check_disk, check_memory, human
 from .quantise import Recipe
 from .ready_made import needs_float_zeros
 from .request import ConvertRequest
-from .source import GptqCheckpoint, Source, open_gptq, open_source
+from .river_request import RiverSettings
+from .source import GptqCheckpoint, Source, open_gptq
 from .source_identity import sha256_json
-from .workspace import check_output, check_replaceable, work_folder
+from .workspace import work_folder
 
 DEFAULT_GROUP = 64
 """Inputs per scale; argued from the table in docs/quantization.md."""
@@ -41,20 +39,41 @@ _PROGRAM_BYTES = 600 << 20
 class Plan:
     """A conversion that may start."""
 
-    request: ConvertRequest
-    source: Source
-    arch: Architecture
+    request: ConvertRequest[RiverSettings]
+    opened: Opened
     recipe: Recipe
     ready_made: GptqCheckpoint | None
-    backbone: BackbonePlan
-    device: torch.device
-    dtype: torch.dtype
     float_zeros: bool
+
+    @property
+    def source(self) -> Source:
+        """What is converted."""
+        return self.opened.source
+
+    @property
+    def arch(self) -> Architecture:
+        """Its geometry."""
+        return self.opened.arch
+
+    @property
+    def backbone(self) -> BackbonePlan:
+        """How the 16-bit weights get into the bundle."""
+        return self.opened.backbone
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work runs."""
+        return self.opened.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the blocks run."""
+        return self.opened.dtype
 
     @property
     def exit_indices(self) -> range:
         """Blocks (from 0) that get an exit layer."""
-        return range(self.request.river.entry_layer - 1, self.arch.num_layers)
+        return range(self.request.settings.entry_layer - 1, self.arch.num_layers)
 
     @property
     def group_size(self) -> int:
@@ -84,14 +103,14 @@ class Plan:
         block = sum(prod(shape) for shape in arch.block_tensors(0).values())
         largest = max(prod(shape) for shape in arch.block_matrices(0).values())
         head = arch.vocab_size * arch.hidden_size * item * (1 if arch.tied else 2)
-        tokens = self.request.river.calibration_tokens + 8192
+        tokens = self.request.settings.calibration_tokens + 8192
         activations = 4 * tokens * arch.hidden_size * item
         hessian = 4 * arch.intermediate_size**2 * 4 if self._calibrated else 0
         return _PROGRAM_BYTES + head + block * (item + 1) + 5 * 4 * largest + hessian + activations + LOGIT_BYTES * 2
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""
-        _, text = read_text(self.request.river.calibration)
+        _, text = read_text(self.request.settings.calibration)
         return {
             **self.request.fingerprint(),
             "source": self.source.fingerprint(),
@@ -119,7 +138,7 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        arch, request, river = self.arch, self.request, self.request.river
+        arch, request, river = self.arch, self.request, self.request.settings
         first, last = self.exit_indices[0] + 1, arch.num_layers
         how = f"from {self.ready_made.name}" if self.ready_made else self.recipe.quantizer.name
         group = "one scale per row" if self.group_size == -1 else f"groups of {self.group_size}"
@@ -152,36 +171,24 @@ class Plan:
         return sizes
 
 
-def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
+def plan(request: ConvertRequest[RiverSettings], reporter: Reporter) -> Plan:
     """Open the inputs and check that the conversion can be done. Raises AdaptError of every kind; writes nothing."""
-    if not work_folder(request.output).is_dir():
-        check_output(request.output, force=request.force)
-    if request.force:
-        check_replaceable(request.output, _inputs(request))
-    _set_threads(request.threads)
-    device = resolve_device(request.device)
-    dtype = resolve_dtype(request.dtype, device)
-    source = _source(request, reporter)
-    arch = architecture_of(source.config, source.store)
+    river = request.settings
+    opened = open_request(request, reporter, stacks_on=("rcla",), inputs=[river.river_from] if river.river_from else [])
+    arch = opened.arch
     ready = _ready_made(request, reporter)
-    river = request.river
     if not 2 <= river.entry_layer <= arch.num_layers:
         raise UsageError(f"--entry-layer {river.entry_layer} is not one of 2 to {arch.num_layers}")
     if river.resident is not None and river.resident > arch.num_layers:
         raise UsageError(f"--resident {river.resident} is more than the {arch.num_layers} blocks there are")
-    _check_tokenizer(source)
     indices = range(river.entry_layer - 1, arch.num_layers)
     quantizer = QUANTIZERS[river.quantizer]
     group = ready.settings.group_size if ready else river.group_size or DEFAULT_GROUP
     made = Plan(
         request=request,
-        source=source,
-        arch=arch,
+        opened=opened,
         recipe=Recipe(quantizer, group, river.symmetric),
         ready_made=ready,
-        backbone=_backbone(request, source, arch),
-        device=device,
-        dtype=dtype,
         float_zeros=needs_float_zeros(arch, ready, indices) if ready else quantizer.float_zeros,
     )
     _check_shapes(made)
@@ -191,67 +198,15 @@ def plan(request: ConvertRequest, reporter: Reporter) -> Plan:
     return made
 
 
-def _check_tokenizer(source: Source) -> None:
-    """Refuse a damaged tokenizer.json before the work, by the name of the source."""
-    data = source.text_files()["tokenizer.json"]
-    data = data.read_bytes() if isinstance(data, Path) else data
-    if data.startswith(LFS_MARK):
-        what = f"tokenizer.json of {source.identity.id} is a git-lfs pointer"
-        raise FormatError(what, "Fetch the file itself: git lfs pull, or hf download.")
-    try:
-        Tokenizer.from_str(data.decode("utf-8"))
-    except Exception as error:
-        what = f"tokenizer.json of {source.identity.id} is damaged: {error}"
-        raise FormatError(what, "Download the model again.") from error
-
-
-def _inputs(request: ConvertRequest) -> list[Path]:
-    """Return the files and folders that the conversion reads."""
-    river = request.river
-    named = [request.source, *([river.river_from] if river.river_from else [])]
-    return [Path(name).expanduser() for name in named] + ([river.calibration] if river.calibration else [])
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def _source(request: ConvertRequest, reporter: Reporter) -> Source:
-    source = open_source(
-        request.source,
-        revision=request.revision,
-        token=request.token,
-        cache_dir=request.cache_dir,
-        offline=request.offline,
-        reporter=reporter,
-    )
-    if source.bundle_path is not None:
-        raise UnsupportedError(f"{request.source} is a bundle already", "Convert the model that it was made from.")
-    return source
-
-
-def _ready_made(request: ConvertRequest, reporter: Reporter) -> GptqCheckpoint | None:
-    if request.river.river_from is None:
+def _ready_made(request: ConvertRequest[RiverSettings], reporter: Reporter) -> GptqCheckpoint | None:
+    if request.settings.river_from is None:
         return None
     return open_gptq(
-        request.river.river_from,
+        request.settings.river_from,
         token=request.token,
         cache_dir=request.cache_dir,
         offline=request.offline,
         reporter=reporter,
-    )
-
-
-def _backbone(request: ConvertRequest, source: Source, arch: Architecture) -> BackbonePlan:
-    return plan_backbone(
-        files=source.weight_files,
-        store=source.store,
-        expected=arch.tensors(),
-        tied=arch.tied,
-        mode=request.backbone,
-        revision=source.identity.revision,
-        dtype=torch.bfloat16,
     )
 
 

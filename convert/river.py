@@ -24,7 +24,7 @@ from ..runtime.manifest import SelfCheck as SelfCheckRecord
 from ..runtime.methods import River, TauPoint, TextUsed
 from ..runtime.progress import Reporter
 from ..runtime.quality import Quality
-from ..runtime.self_check import compare, run_self_check, self_check_ids
+from ..runtime.self_check import compare, run_river_check, self_check_ids
 from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
 from .calibration import CalibrationText, load_calibration
@@ -86,7 +86,7 @@ class _Recipe:
         return seal(self._work, self._manifest(backbone, text, verdict, tau, check))
 
     def _text(self) -> CalibrationText:
-        settings, arch = self._plan.request.river, self._plan.arch
+        settings, arch = self._plan.request.settings, self._plan.arch
         text = load_calibration(
             settings.calibration, self._tokenizer, tokens=settings.calibration_tokens, max_positions=arch.max_positions
         )
@@ -108,7 +108,7 @@ class _Recipe:
                 quantise_plain(job, indices, task)
 
     def _judge(self, text: CalibrationText, river: TensorStore) -> Verdict:
-        settings = self._plan.request.river
+        settings = self._plan.request.settings
         taus = TAUS if settings.tau is None else (settings.tau,)
         if not self._work.has(_JUDGED):
             verdict = judge(
@@ -127,7 +127,7 @@ class _Recipe:
         return verdict
 
     def _tau(self, verdict: Verdict) -> float:
-        settings = self._plan.request.river
+        settings = self._plan.request.settings
         if settings.tau is not None:
             return settings.tau
         tau = choose_tau(verdict, settings.max_loss)
@@ -141,7 +141,7 @@ class _Recipe:
 
     def _self_check(self, river: TensorStore, tau: float) -> SelfCheckRecord:
         """Run the self-check's text block by block; a small model also as `run` would, through the cache."""
-        plan, settings = self._plan, self._plan.request.river
+        plan, settings = self._plan, self._plan.request.settings
         count = plan.arch.num_layers
         policy = CosineExit.uniform(tau, count, settings.entry_layer)
         ids = self_check_ids(self._tokenizer, plan.arch.max_positions)
@@ -159,7 +159,7 @@ class _Recipe:
                 policy,
                 entry_layer=settings.entry_layer,
             )
-            differing = compare(found, run_self_check(model, self._tokenizer))
+            differing = compare(found, run_river_check(model, self._tokenizer))
             if differing:
                 raise FormatError(f"the self-check fails: {'; '.join(differing)}", "This is a bug; please report it.")
         return found
@@ -168,7 +168,7 @@ class _Recipe:
         self, backbone: Backbone, text: CalibrationText, verdict: Verdict, tau: float, check: SelfCheckRecord
     ) -> Manifest:
         plan = self._plan
-        settings, identity = plan.request.river, plan.source.identity
+        settings, identity, below = plan.request.settings, plan.source.identity, plan.opened.below
         kept = settings.tau is None and loss(verdict.curve[tau], verdict.dense) <= settings.max_loss
         river = River(
             quantizer="ready-made" if plan.ready_made else settings.quantizer,
@@ -185,10 +185,11 @@ class _Recipe:
             river_source=plan.ready_made.name if plan.ready_made else None,
         )
         return Manifest(
-            required=("river", "float-zeros") if plan.float_zeros else ("river",),
-            optional=("tau-curve",),
+            required=(*below.required, "river", *(["float-zeros"] if plan.float_zeros else [])),
+            optional=(*below.optional, "tau-curve"),
             base=Base(**asdict(identity)),
-            methods=(river,),
+            methods=(*below.methods, river),
+            trained=below.trained,
             backbone=backbone,
             quality=_quality_record(text, verdict, tau),
             self_check=check,

@@ -3,6 +3,7 @@
 Knows which kind a string means. The kinds themselves are in `source_directory`, `source_gguf` and `source_hub`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..runtime.architecture import Architecture
+from ..runtime.manifest import MANIFEST_NAME
 from ..runtime.progress import Reporter, SilentReporter
 from ..runtime.store import TensorStore, check_tensors
+from .source_bundle import BundleSource
 from .source_directory import DirectorySource, check_config, open_directory
 from .source_gguf import GgufSource
 from .source_gptq import GptqCheckpoint, GptqSettings, open_gptq_directory
@@ -41,12 +44,15 @@ def open_source(
     opened: Source
     if path is None:
         opened = _open_hub(source, revision, token, cache_dir, offline=offline, reporter=reporter)
+    elif (path / MANIFEST_NAME).is_file():
+        opened = BundleSource(path, cache_dir=cache_dir, reporter=reporter)
     elif path.is_dir():
         opened = open_directory(path)
     else:
         opened = GgufSource(path, reporter)
-    architecture = Architecture.from_config(opened.config)
-    for remark in check_tensors(opened.store, architecture.tensors(), tied=architecture.tied):
+    architecture = opened.architecture
+    stated = Architecture.from_config(opened.config).tied
+    for remark in check_tensors(opened.store, replace(architecture, tied=stated).tensors(), tied=stated):
         reporter.warn(remark)
     _check_dtypes(opened.store, architecture)
     return opened

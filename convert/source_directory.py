@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, UnsupportedError
-from ..runtime.architecture import Architecture
+from ..runtime.architecture import Architecture, architecture_of
 from ..runtime.store import TensorStore, open_safetensors, text_backbone
 from .source_identity import SourceIdentity, fingerprint, index_sha256
 
@@ -112,7 +112,6 @@ class DirectorySource:
         self.config = decoder_config(stated)
         self.store: TensorStore = text_backbone(_open_weights(folder))
         self.weight_files = weight_files(folder)
-        self.bundle_path = folder if (folder / "adapt.json").is_file() else None
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.is_file() else None
         self.identity = SourceIdentity(
@@ -122,6 +121,11 @@ class DirectorySource:
             index_sha256=index_sha256(self.store, self.weight_files),
         )
         self._folder = folder
+
+    @property
+    def architecture(self) -> Architecture:
+        """See `Source.architecture`."""
+        return architecture_of(self.config, self.store)
 
     def text_files(self) -> dict[str, bytes | Path]:
         """See `Source.text_files`.

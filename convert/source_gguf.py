@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from ..errors import FormatError
+from ..runtime.architecture import Architecture
+from ..runtime.architecture import architecture_of as geometry_of
 from ..runtime.progress import Reporter
 from ..runtime.store import TensorInfo
 from . import gguf_tokenizer
@@ -61,7 +63,6 @@ class GgufSource:
     """One GGUF file. Opening it reads the header, and a few rows of two matrices to see whether they are tied."""
 
     weight_files: tuple[Path, ...] = ()
-    bundle_path: Path | None = None
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
         file = open_gguf(path)
@@ -79,6 +80,11 @@ class GgufSource:
         )
         self.reporter = reporter
         self._path, self._metadata = path, file.metadata
+
+    @property
+    def architecture(self) -> Architecture:
+        """See `Source.architecture`."""
+        return geometry_of(self.config, self.store)
 
     def text_files(self) -> dict[str, bytes | Path]:
         """See `Source.text_files`; raises what `gguf_tokenizer.text_files` raises."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..runtime.architecture import Architecture
 from ..runtime.store import TensorStore
 
 
@@ -57,8 +58,8 @@ class Source(Protocol):
         ...
 
     @property
-    def bundle_path(self) -> Path | None:
-        """The bundle that this source is the backbone of, so that methods can be stacked; else None."""
+    def architecture(self) -> Architecture:
+        """Its geometry; the tensors, not the config, say whether the head is tied."""
         ...
 
     def text_files(self) -> dict[str, bytes | Path]:

@@ -1,7 +1,7 @@
 """The geometry of a decoder as data, read from config.json.
 
 One block serves every family: what differs is here. Unknown families and fields that would change the maths are
-refused by name. Knows no weights and no tensors.
+refused by name. Knows no weights but which tensors there are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import UsageError
 from .families import read_config
 from .rope import RopeSpec
+from .store import TensorStore, is_tied
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,12 @@ class Architecture:
         if ".mlp." in name:
             return self.mlp_bias
         return self.o_bias if ".o_proj." in name else self.qkv_bias
+
+
+def architecture_of(config: Mapping[str, Any], store: TensorStore) -> Architecture:
+    """Return the geometry of a model; the tensors, not the config, decide whether the head is the embedding."""
+    arch = Architecture.from_config(config)
+    return replace(arch, tied=is_tied(store, tied=arch.tied))
 
 
 def block_prefix(index: int) -> str:

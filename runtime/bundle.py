@@ -6,13 +6,14 @@ memory-mapped. Importing this module does not import torch. Knows no methods' ma
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import AccessError, FormatError, UsageError
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from .methods import Rcla
 from .progress import Reporter
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 BACKBONE = "model"
 RIVER = "river"
+ADAPTERS = "adapters"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -48,18 +50,18 @@ class Bundle:
 
     @cached_property
     def architecture(self) -> "Architecture":
-        """Geometry of the backbone. Raises UnsupportedError for a family that is not handled.
+        """Geometry of the backbone, with R-CLA's map. Raises UnsupportedError for a family that is not handled.
 
-        A bundle stores a tied head once, so the tensors say whether it is tied; configs in the wild are wrong at times.
+        The tensors say whether the head is tied; configs in the wild are wrong at times.
         """
-        from .architecture import Architecture  # noqa: PLC0415 - a manifest is read without torch
-        from .store import HEAD  # noqa: PLC0415
+        from .architecture import Architecture, architecture_of  # noqa: PLC0415 - a manifest is read without torch
 
-        architecture = Architecture.from_config(self.config)
         try:
-            return replace(architecture, tied=HEAD not in self.backbone.names())
+            architecture = architecture_of(self.config, self.backbone)
         except AccessError:  # not fetched: the config is all there is
-            return architecture
+            architecture = Architecture.from_config(self.config)
+        shared = self.manifest.method(Rcla)
+        return architecture if shared is None else architecture.share(shared.sources)
 
     @cached_property
     def backbone_folder(self) -> Path:
@@ -81,11 +83,19 @@ class Bundle:
     @cached_property
     def river(self) -> "TensorStore":
         """The exit layers' packed tensors. Raises FormatError where the bundle has none."""
+        return self._part(RIVER, "exit layers", "river")
+
+    @cached_property
+    def adapters(self) -> "TensorStore":
+        """The classifiers' weights. Raises FormatError where the bundle has none."""
+        return self._part(ADAPTERS, "classifiers", "2dee")
+
+    def _part(self, stem: str, what: str, method: str) -> "TensorStore":
         from .store import open_files  # noqa: PLC0415
 
-        paths = [self.path / name for name in self.weight_files(RIVER)]
+        paths = [self.path / name for name in self.weight_files(stem)]
         if not paths:
-            raise FormatError(f"{self.path} has no exit layers", "Convert again with --method river.")
+            raise FormatError(f"{self.path} has no {what}", f"Convert again with --method {method}.")
         return open_files(paths)
 
     @property

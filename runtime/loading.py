@@ -3,9 +3,8 @@
 Knows which parts of a bundle are needed where; exit layers are read when a token first needs them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,7 +21,7 @@ from .offload import MemoryPlan, StreamedBlocks, parse_memory, plan_resident
 from .options import Offload, SessionOptions
 from .progress import Reporter, SilentReporter
 from .river import River
-from .store import TensorInfo, TensorStore, is_tied
+from .store import TensorInfo, TensorStore
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "fp16" and device.type == "cpu":
         raise UsageError("fp16 is many times slower than bf16 on a CPU", "use --dtype bf16 or fp32")
     return dtypes[name]
-
-
-def architecture_of(config: Mapping[str, Any], store: TensorStore) -> Architecture:
-    """Return the geometry of a model; the tensors, not the config, decide whether the head is the embedding."""
-    arch = Architecture.from_config(config)
-    return replace(arch, tied=is_tied(store, tied=arch.tied))
 
 
 def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> River:

@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 NEEDS_ADAPT = "0.1.0"
 """The first version of adapt that reads what this one writes."""
 
-KNOWN_FEATURES = frozenset({"river", "float-zeros"})
+KNOWN_FEATURES = frozenset({"river", "float-zeros", "rcla", "2dee"})
 """Features that a reader must know, or refuse the bundle."""
 KNOWN_OPTIONAL = frozenset({"tau-curve"})
 
@@ -101,11 +101,16 @@ class Quality(_Strict, frozen=True):
 
 
 class SelfCheck(_Strict, frozen=True):
-    """What the self-check's text gave at conversion: mean negative log-likelihood in nats a token."""
+    """What the self-check's text gave at conversion: mean negative log-likelihood in nats a token.
+
+    `dense_nll` without an exit, through all blocks as they are stored; `river_nll` by River's rule; `scores` are the
+    last layer's classifier on the text (2D-EE).
+    """
 
     tokens: Annotated[int, Field(gt=0)]
     dense_nll: float
-    river_nll: float
+    river_nll: float | None = None
+    scores: tuple[float, ...] = ()
 
 
 def _method(value: object) -> object:

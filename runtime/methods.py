@@ -77,4 +77,138 @@ class River(MethodSettings, frozen=True):
         return self
 
 
-METHODS: Mapping[str, type[MethodSettings]] = MappingProxyType({"river": River})
+class TrainingRun(BaseModel, frozen=True):
+    """How weights were trained. `data` is what they were trained on, `tokens` how many tokens they saw in all."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    data: TextUsed
+    steps: Annotated[int, Field(gt=0)]
+    tokens: Annotated[int, Field(gt=0)]
+    sequence_length: Annotated[int, Field(gt=0)]
+    sequences_per_step: Annotated[int, Field(gt=0)]
+    learning_rate: Annotated[float, Field(gt=0)]
+    lora_rank: Annotated[int, Field(gt=0)] | None = None
+    """None: all weights were trained."""
+    loss_on: Literal["all", "answers"] = "all"
+    seed: int = 0
+
+
+class RetentionPoint(BaseModel, frozen=True):
+    """Held-out perplexity with part of the layers keeping a cache; None: not measured.
+
+    `source` is the model as it came, `trained` the bundle's weights, both under the same map.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    keepers: Annotated[int, Field(gt=0)]
+    kv_sources: tuple[Annotated[int, Field(ge=1)], ...]
+    source: float | None = None
+    trained: float | None = None
+
+
+class Rcla(MethodSettings, frozen=True):
+    """R-CLA (papers: Stochastic KV Routing): layer l reads the keys and values of layer `kv_sources[l - 1]`."""
+
+    name: Literal["rcla"] = "rcla"
+    kv_sources: tuple[Annotated[int, Field(ge=1)], ...]
+    share_every: Annotated[int, Field(ge=1)] | None = None
+    keep_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Set where the map was searched for this share of keepers."""
+    cross_prob: Share | None = None
+    """Probability that a layer read an earlier layer's keys and values in training; None without training."""
+    training: TrainingRun | None = None
+    retention: tuple[RetentionPoint, ...] = ()
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The map counted from 0, as `Architecture.share` takes it."""
+        return tuple(source - 1 for source in self.kv_sources)
+
+    @model_validator(mode="after")
+    def _earlier_keepers(self) -> Self:
+        for layer, source in enumerate(self.kv_sources, 1):
+            if source > layer or self.kv_sources[source - 1] != source:
+                raise ValueError(f"layer {layer} cannot read the keys and values of layer {source}")
+        return self
+
+
+class Decision(BaseModel, frozen=True):
+    """One way to decide, measured on the validation rows. `work` is the share of layers x sentences computed."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    accuracy: Share
+    macro_f1: Share
+    work: Share
+    mean_layers: Annotated[float, Field(ge=0)]
+    mean_sentences: Annotated[float, Field(ge=0)]
+
+
+class Thresholds(Decision, frozen=True):
+    """A point of the two-dimensional frontier (papers: 2D early exit, Algorithm 1)."""
+
+    tau_ignore: Annotated[float, Field(ge=0, le=1)]
+    tau_acc: Annotated[float, Field(ge=0)]
+
+
+class FixedLayer(Decision, frozen=True):
+    """Every document through the first `layer` blocks."""
+
+    layer: Annotated[int, Field(ge=1)]
+
+
+class LabelledRows(BaseModel, frozen=True):
+    """The rows that classifiers were trained or judged on; `name` is a file name, never a path."""
+
+    name: str
+    sha256: Sha256
+    rows: Annotated[int, Field(gt=0)]
+    validation: Annotated[int, Field(gt=0)]
+    """How many of them were held out to choose thresholds."""
+
+
+class TwoDee(MethodSettings, frozen=True):
+    """2D early exit (papers: 2dee): a classifier behind every block, and when a document may stop."""
+
+    name: Literal["2dee"] = "2dee"
+    labels: Annotated[tuple[str, ...], Field(min_length=2)]
+    hidden: Annotated[int, Field(gt=0)] = 256
+    blocks: Literal["dense", "4bit"] = "dense"
+    """Which blocks documents run through: the backbone's, or a River bundle's exit layers where there are any."""
+    prompt: str = ""
+    """Read before every document; may be empty."""
+    language: str | None = None
+    least: Annotated[int, Field(ge=1)]
+    """Characters below which a sentence is joined to its neighbour."""
+    most: Annotated[int, Field(ge=2)]
+    """Characters above which a sentence is cut."""
+    max_tokens: Annotated[int, Field(gt=0)]
+    """Longer documents are cut, and say so."""
+    readout: Literal["mean", "last"] = "mean"
+    """What the last layer's classifier reads when no rule fired: the mean of all sentences, or the last one."""
+    max_drop: Share
+    """Accuracy given away for speed when the operating point was chosen."""
+    use: Literal["2d", "1d"] = "2d"
+    """What `run` does by default: 1d where two dimensions gained nothing."""
+    frontier: tuple[Thresholds, ...] = ()
+    one_d: tuple[FixedLayer, ...] = ()
+    full: FixedLayer
+    chosen: Thresholds | None
+    """The operating point for `max_drop`; None where no thresholds reach it."""
+    chosen_one_d: FixedLayer
+    data: LabelledRows
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    training: TrainingRun | None = None
+    """Only where the backbone was fine-tuned (LoRA)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError("labels must differ from each other")
+        if self.class_weights and len(self.class_weights) != len(self.labels):
+            raise ValueError("class_weights must have one number per label")
+        if self.use == "2d" and self.chosen is None:
+            raise ValueError("use is '2d', but no thresholds are chosen")
+        return self
+
+
+METHODS: Mapping[str, type[MethodSettings]] = MappingProxyType({"river": River, "rcla": Rcla, "2dee": TwoDee})

@@ -136,17 +136,17 @@ def open_session(path: Path, options: SessionOptions, *, reporter: Reporter | No
     """Open a bundle and load its model.
 
     Raises:
-        AdaptError: see `Bundle.open`, `load_river` and `Session`.
+        AdaptError: see `Bundle.open`, `load_model` and `Session`.
 
     """
-    from .loading import load_river  # noqa: PLC0415 - tests and other models do without it
+    from .models import load_model  # noqa: PLC0415 - tests and other models do without it
 
     reporter = reporter or SilentReporter()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
     tokenizer = Tokenizer.load(path)
-    model = load_river(bundle, options, reporter)
+    model = load_model(bundle, options, reporter)
     return Session(path, tokenizer, model, bundle.architecture.max_positions, options)
 
 

@@ -224,7 +224,7 @@ def is_tied(store: TensorStore, *, tied: bool) -> bool:
     """
     if HEAD not in store.names():
         return True
-    if not tied:
+    if not tied or EMBEDDING not in store.names():
         return False
     return store.info(HEAD) == store.info(EMBEDDING) and bool(store.read(HEAD).equal(store.read(EMBEDDING)))
 

@@ -211,7 +211,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
         return planned.request.output  # pyright: ignore[reportAttributeAccessIssue]
 
     monkeypatch.setattr(services, "convert_request", SimpleNamespace)
-    monkeypatch.setattr(services, "river_settings", lambda **values: values)
     monkeypatch.setattr(services, "plan", plan)
     monkeypatch.setattr(services, "build", build)
     monkeypatch.setattr(services, "quality", lambda _path: QUALITY)
@@ -251,7 +250,7 @@ def test_convert_options(adapt: Invoke, requests: list[SimpleNamespace]) -> None
         "source": "m",
         "output": Path("out"),
         "method": "river",
-        "river": {
+        "settings": {
             "quantizer": "hqq",
             "bits": 4,
             "group_size": 32,
@@ -282,18 +281,46 @@ def test_convert_options(adapt: Invoke, requests: list[SimpleNamespace]) -> None
 
 
 def test_convert_defaults_are_those_of_the_request(adapt: Invoke, requests: list[SimpleNamespace]) -> None:
-    from adapt_llm.convert.request import ConvertRequest, RiverSettings  # noqa: PLC0415 - torch
+    from adapt_llm.convert.recipes import request  # noqa: PLC0415 - torch
 
     adapt("convert", "m", "--method", "river")
     asked = vars(requests[0])
-    expected = ConvertRequest(source="m", output=Path("m-river"))
-    for item in dataclasses.fields(RiverSettings):
-        assert asked["river"].pop(item.name) == getattr(expected.river, item.name), item.name
-    assert asked.pop("river") == {}
-    for item in dataclasses.fields(ConvertRequest):
-        if item.name != "river":
+    expected = request("river", {}, source="m", output=Path("m-river"))
+    for item in dataclasses.fields(expected.settings):
+        assert asked["settings"].pop(item.name) == getattr(expected.settings, item.name), item.name
+    assert asked.pop("settings") == {}
+    assert asked.pop("method") == expected.method
+    for item in dataclasses.fields(expected):
+        if item.name != "settings":
             assert asked.pop(item.name) == getattr(expected, item.name), item.name
     assert asked == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "owner"),
+    [
+        ("rcla", ["--tau", "0.5"], "river"),
+        ("2dee", ["--share-every", "4"], "rcla"),
+        ("river", ["--data", "d.txt"], "rcla and 2dee"),
+        ("rcla", ["--max-drop", "0.1"], "2dee"),
+    ],
+)
+def test_options_of_another_method_are_refused_by_name(
+    adapt: Invoke, requests: list[SimpleNamespace], method: str, option: list[str], owner: str
+) -> None:
+    code, _, err = adapt("convert", "m", "--method", method, *option)
+    assert code == 2
+    assert f"{option[0]} is for {owner}, not for {method}" in err
+    assert not requests
+
+
+def test_what_was_not_said_is_left_to_the_method(adapt: Invoke, requests: list[SimpleNamespace]) -> None:
+    adapt(
+        "convert", "m", "--method", "rcla", "--data", "a.txt", "--data", "b.txt", "--keep-layers", "1,3", "--lora", "8"
+    )
+    assert requests[0].settings == {"data": (Path("a.txt"), Path("b.txt")), "keep_layers": (1, 3), "lora": 8}
+    adapt("convert", "m", "--method", "2dee", "--data", "a.jsonl", "--labels", "neg, pos")
+    assert requests[1].settings == {"data": Path("a.jsonl"), "labels": ("neg", "pos")}
 
 
 def test_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

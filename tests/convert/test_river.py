@@ -17,7 +17,8 @@ from adapt_llm.convert import quantise, writer
 from adapt_llm.convert.calibration import load_calibration
 from adapt_llm.convert.export import export
 from adapt_llm.convert.judge import Verdict
-from adapt_llm.convert.request import ConvertRequest, RiverSettings
+from adapt_llm.convert.request import ConvertRequest
+from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.convert.river import build, plan
 from adapt_llm.errors import FormatError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
@@ -28,7 +29,7 @@ from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.quality import Quality
 from adapt_llm.runtime.river import River
-from adapt_llm.runtime.self_check import compare, run_self_check
+from adapt_llm.runtime.self_check import compare, run_river_check
 from adapt_llm.runtime.text import Tokenizer as OurTokenizer
 from adapt_llm.runtime.verify import verify
 
@@ -52,7 +53,7 @@ def request_for(tiny_llama: Path, tmp_path: Path):
     def make(name: str = "out", **river) -> ConvertRequest:
         settings = {"quantizer": "rtn", "group_size": 32, "calibration": text, "calibration_tokens": 512, **river}
         return ConvertRequest(
-            source=str(tiny_llama), output=tmp_path / name, river=RiverSettings(**settings), threads=1
+            source=str(tiny_llama), output=tmp_path / name, settings=RiverSettings(**settings), threads=1
         )
 
     return make
@@ -139,9 +140,9 @@ def test_the_self_check_tells_damage_from_rounding(request_for) -> None:
     recorded, tokenizer = bundle.manifest.self_check, OurTokenizer.load(bundle.path)
     assert recorded is not None
     model = load_river(bundle, SessionOptions(device="cpu"))
-    assert not compare(recorded, run_self_check(model, tokenizer))
+    assert not compare(recorded, run_river_check(model, tokenizer))
     model.decoder.blocks[0].down.weight = model.decoder.blocks[0].down.weight.roll(1, 0)
-    assert compare(recorded, run_self_check(model, tokenizer))
+    assert compare(recorded, run_river_check(model, tokenizer))
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -161,7 +162,7 @@ def test_sequences_begin_as_the_model_saw_texts_begin(bos: bool, tiny_llama: Pat
 def test_the_quality_is_that_of_the_resident_blocks(request_for) -> None:
     """What the manifest says of a bundle with dropped blocks is what such a bundle does."""
     request = request_for(tau=1.0)
-    dropped = Bundle.open(convert(replace(request, river=replace(request.river, resident=2)))).manifest
+    dropped = Bundle.open(convert(replace(request, settings=replace(request.settings, resident=2)))).manifest
     assert dropped.quality is not None
     assert dropped.quality.mean_depth == 2
 
@@ -244,7 +245,7 @@ def test_changed_settings_never_resume_silently(request_for, monkeypatch: pytest
     request = request_for()
     with killed_after(monkeypatch, 1), pytest.raises(KilledError):
         convert(request)
-    changed = replace(request, river=replace(request.river, group_size=-1))
+    changed = replace(request, settings=replace(request.settings, group_size=-1))
     with pytest.raises(UsageError, match="group_size was 32, is -1"):
         convert(changed)
     assert convert(replace(changed, resume=False)).is_dir()
@@ -254,7 +255,7 @@ def test_changed_text_never_resumes_silently(request_for, monkeypatch: pytest.Mo
     request = request_for()
     with killed_after(monkeypatch, 1), pytest.raises(KilledError):
         convert(request)
-    request.river.calibration.write_text(TEXT + "one word more", encoding="utf-8")
+    request.settings.calibration.write_text(TEXT + "one word more", encoding="utf-8")
     with pytest.raises(UsageError, match="calibration was"):
         convert(request)
 
@@ -288,7 +289,7 @@ def test_plans_that_cannot_be_are_refused(river: dict, error, words: str, reques
 
 def test_texts_that_do_not_calibrate_are_refused(request_for) -> None:
     request = request_for()
-    text = request.river.calibration
+    text = request.settings.calibration
     text.write_text("too short", encoding="utf-8")
     with pytest.raises(UsageError, match="too short to calibrate"):
         convert(request)
@@ -299,7 +300,7 @@ def test_texts_that_do_not_calibrate_are_refused(request_for) -> None:
 
 def test_a_bundle_is_not_converted_again(request_for) -> None:
     path = convert(request_for())
-    with pytest.raises(UnsupportedError, match="is a bundle already"):
+    with pytest.raises(UnsupportedError, match="river does not go on top of it"):
         plan(replace(request_for("again"), source=str(path)), SilentReporter())
 
 
@@ -310,7 +311,7 @@ def test_ready_made_weights_are_taken_without_loss(layout: str, request_for, tmp
     if layout == "gptq_v2":
         as_v2(checkpoint)
     request = request_for("taken", group_size=None, river_from=str(checkpoint), calibration=None)
-    taken = convert(replace(request, river=replace(request.river, tau=0.5)))
+    taken = convert(replace(request, settings=replace(request.settings, tau=0.5)))
     for index in range(1, LAYERS):
         mine, theirs = matrices_of(Bundle.open(own), index), matrices_of(Bundle.open(taken), index)
         for name, matrix in mine.items():

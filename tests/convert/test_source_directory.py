@@ -57,7 +57,6 @@ def test_a_sharded_checkpoint(folder: Path) -> None:
     assert all(torch.equal(source.store.read(name), value) for name, value in stored.items())
     assert source.config == json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert source.generation_config is not None
-    assert source.bundle_path is None
     assert sorted(source.text_files()) == ["LICENSE.txt", "NOTICE", "tokenizer.json"]
 
 
@@ -92,12 +91,6 @@ def test_a_changed_dtype_is_another_index(folder: Path) -> None:
     after = open_source(str(folder)).identity
     assert after.config_sha256 == before.config_sha256
     assert after.index_sha256 != before.index_sha256
-
-
-def test_a_bundle_is_its_backbone(folder: Path) -> None:
-    (folder / "adapt.json").write_text("{}", encoding="utf-8")
-    source = open_source(str(folder))
-    assert source.bundle_path == folder
 
 
 def test_code_of_the_model_is_ignored_where_the_type_is_known(folder: Path) -> None:

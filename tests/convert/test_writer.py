@@ -1,5 +1,6 @@
 """Outputs are whole or absent: resuming after kills, other work, other processes, full disks."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -23,7 +24,8 @@ from adapt_llm.convert import workspace as w
 from adapt_llm.convert import writer
 from adapt_llm.convert.backbone import plan_backbone
 from adapt_llm.convert.preflight import check_disk, check_memory, human
-from adapt_llm.convert.request import ConvertRequest, RiverSettings
+from adapt_llm.convert.request import ConvertRequest
+from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.convert.stream import HashingFile, lazy, of_tensor, plan_shards, read_entries, write_safetensors
 from adapt_llm.errors import FormatError, ResourceError, UsageError
 from adapt_llm.runtime.architecture import Architecture
@@ -558,23 +560,31 @@ def test_settings_that_cannot_be(changes: dict, what: str) -> None:
         RiverSettings(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"method": "mixture"}, {"backbone": "symlink"}, {"dtype": "int4"}, {"threads": 0}])
+@pytest.mark.parametrize("changes", [{"backbone": "symlink"}, {"dtype": "int4"}, {"threads": 0}])
 def test_requests_that_cannot_be(changes: dict) -> None:
     with pytest.raises(UsageError, match=next(iter(changes))):
-        ConvertRequest(source="x/y", output=Path("out"), **changes)
+        ConvertRequest(source="x/y", output=Path("out"), settings=RiverSettings(), **changes)
 
 
 def test_the_output_is_not_the_source(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="output is the source"):
-        ConvertRequest(source=str(tmp_path), output=tmp_path / ".")
+        ConvertRequest(source=str(tmp_path), output=tmp_path / ".", settings=RiverSettings())
 
 
 def test_the_fingerprint_sees_what_changes_bytes_and_nothing_else() -> None:
-    plain = ConvertRequest(source="x/y", output=Path("out"))
-    same = ConvertRequest(source="x/y", output=Path("else"), token="hf_secret", force=True, resume=True, offline=True)
+    plain = ConvertRequest(source="x/y", output=Path("out"), settings=RiverSettings())
+    same = ConvertRequest(
+        source="x/y",
+        output=Path("else"),
+        settings=RiverSettings(),
+        token="hf_secret",
+        force=True,
+        resume=True,
+        offline=True,
+    )
     assert plain.fingerprint() == same.fingerprint()
     assert "hf_secret" not in repr(same)
     for other in (RiverSettings(tau=0.9), RiverSettings(group_size=32), RiverSettings(quantizer="rtn")):
-        assert ConvertRequest(source="x/y", output=Path("out"), river=other).fingerprint() != plain.fingerprint()
-    fields = {name for name in RiverSettings.__dataclass_fields__ if name != "calibration"}
+        assert ConvertRequest(source="x/y", output=Path("out"), settings=other).fingerprint() != plain.fingerprint()
+    fields = {field.name for field in dataclasses.fields(RiverSettings)} - {"calibration"}
     assert set(plain.fingerprint()["river"]) == fields

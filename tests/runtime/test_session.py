@@ -132,7 +132,7 @@ def test_open_session_loads_the_model_of_the_bundle(
         loaded.append((bundle.path, options.tau))
         return FAKES.FakeModel(TOKENIZER, FAKES.echo)
 
-    monkeypatch.setitem(sys.modules, "adapt_llm.runtime.loading", SimpleNamespace(load_river=load))
+    monkeypatch.setitem(sys.modules, "adapt_llm.runtime.models", SimpleNamespace(load_model=load))
     opened = open_session(bundle, SessionOptions(tau=0.9))
     assert loaded == [(bundle, 0.9)]
     assert opened.max_positions > 0

@@ -1,0 +1,38 @@
+"""A model without exits: every token runs through every block. R-CLA bundles run as this, their map in the blocks.
+
+Knows no files, no text, no sampling.
+"""
+
+from torch import Tensor
+
+from .cache import KVCache
+from .decoder import Decoder
+from .generate import StepOutput
+
+
+class Dense:
+    """The model that generation runs where there is no exit rule."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """See `generate.Model`."""
+        return self.decoder.new_cache(batch, capacity)
+
+    def prefill(self, ids: Tensor, cache: KVCache) -> StepOutput:
+        """See `generate.Model`; ids [B, S]."""
+        return StepOutput(self.decoder.logits(self._pass(ids, cache)[:, -1]), None)
+
+    def decode(self, ids: Tensor, cache: KVCache) -> StepOutput:
+        """See `generate.Model`; ids [B, 1]."""
+        return self.prefill(ids, cache)
+
+    def score(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Append ids [B, S] and return the logits [B, S, V] of every position, float32."""
+        return self.decoder.logits(self._pass(ids, cache))
+
+    def _pass(self, ids: Tensor, cache: KVCache) -> Tensor:
+        decoder = self.decoder
+        ids = ids.to(decoder.device)
+        return decoder.run(decoder.embed(ids), decoder.step(cache, ids), cache)

@@ -1,0 +1,66 @@
+"""Which model a bundle's methods make: the one place where generation looks at method names.
+
+Knows the methods and their loaders; computes nothing.
+"""
+
+from collections.abc import Sequence
+
+from ..errors import UsageError
+from .bundle import Bundle
+from .dense import Dense
+from .exit_layers import LazyBlocks
+from .generate import Model
+from .loading import load_block, load_frame, load_river, resolve_device, resolve_dtype
+from .methods import River
+from .options import SessionOptions
+from .progress import Reporter, SilentReporter
+from .self_check import compare, run_dense_check, run_river_check
+from .text import Tokenizer
+
+UNTRAINED = "This bundle was converted without the training that its method needs; its answers will be poor."
+
+
+def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> Model:
+    """Make the model that generates with a bundle.
+
+    Raises UsageError for an option that the bundle's methods do not have, and what `load_river` raises.
+    """
+    reporter = reporter or SilentReporter()
+    if not bundle.manifest.trained:
+        reporter.warn(UNTRAINED)
+    if bundle.manifest.method(River) is not None:
+        return load_river(bundle, options, reporter)
+    return load_dense(bundle, options)
+
+
+def load_dense(bundle: Bundle, options: SessionOptions) -> Dense:
+    """Make the backbone alone, with R-CLA's map where the bundle has one. Blocks are read as they are first needed."""
+    _refuse_exits(bundle, options)
+    arch, store = bundle.architecture, bundle.backbone
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    blocks = LazyBlocks(arch.num_layers, lambda index: load_block(arch, store, index, device=device, dtype=dtype))
+    return Dense(load_frame(arch, store, blocks, device=device, dtype=dtype))
+
+
+def self_check(bundle: Bundle) -> Sequence[str]:
+    """Run the text that conversion ran, on the CPU; return what comes out differently, in words."""
+    recorded = bundle.manifest.self_check
+    if recorded is None:
+        return ()
+    tokenizer = Tokenizer.load(bundle.path)
+    options = SessionOptions(device="cpu", cache_dir=bundle.cache_dir)
+    if bundle.manifest.method(River) is None:
+        return compare(recorded, run_dense_check(load_dense(bundle, options), tokenizer))
+    everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
+    options = SessionOptions(device="cpu", resident=everything, cache_dir=bundle.cache_dir)
+    return compare(recorded, run_river_check(load_river(bundle, options), tokenizer))
+
+
+def _refuse_exits(bundle: Bundle, options: SessionOptions) -> None:
+    given = {"--tau": options.tau is not None, "--resident": options.resident is not None}
+    given |= {"--prefill dense": options.prefill != "exit", "--gpu-memory": options.gpu_memory is not None}
+    wrong = [flag for flag, asked in given.items() if asked]
+    if wrong:
+        names = ", ".join(method.name for method in bundle.manifest.methods)
+        raise UsageError(f"{wrong[0]} is for River bundles; {bundle.path} is {names}", "Leave it out.")
