@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from .state import State
 if TYPE_CHECKING:
     from ..runtime.session import Session
     from ..runtime.stream import GenerationStats, TokenStream
+    from ..runtime.template import Message
 
 COLUMNS = ("text", "tokens", "finish_reason", "mean_depth")
 """What a generated row has besides its own keys."""
@@ -122,7 +123,8 @@ class Run:
         if row.content is None:
             raise RuntimeError("a row without content has no answer")
         options = services.generation_options(self.choices, row=row.number)
-        answer = session.complete(row.content, options, system=self.system, raw=self.raw)
+        content = cast("str | list[Message]", row.content)  # sentences are read for classification only
+        answer = session.complete(content, options, system=self.system, raw=self.raw)
         text = "".join(record.text for record in answer)
         totals.add(answer.stats)
         found = (text, answer.stats.tokens, answer.stats.finish_reason, rounded(answer.stats.mean_depth, 2))

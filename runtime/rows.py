@@ -18,19 +18,17 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from ..errors import FormatError, UsageError
+from .row_content import CONTENT_KEYS, Content, Wanted, content_problem, has_surrogate
 
 STDIN = "-"
 MAX_LINE_BYTES = 64 * 2**20  # a longer line is that row's error; memory stays bounded
-CONTENT_KEYS = ("messages", "prompt", "text")
-
-Content = str | list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class Row:
     """One input row. `number` counts from 1 over all inputs; `digest` is a short hash of what the row says.
 
-    `content` is the text or the chat messages, None when `error` says why there is none.
+    `content` is the text, the chat messages or the sentences, None when `error` says why there is none.
     """
 
     number: int
@@ -86,28 +84,37 @@ def check_inputs(names: Sequence[str], form: str | None = None) -> None:
         raise UsageError("stdin can be read only once")
 
 
-def read_rows(names: Sequence[str], *, form: str | None = None, field_name: str | None = None) -> Iterator[Row]:
+def read_rows(
+    names: Sequence[str],
+    *,
+    form: str | None = None,
+    field_name: str | None = None,
+    keys: Sequence[str] = CONTENT_KEYS,
+) -> Iterator[Row]:
     """Yield the rows of all inputs in order; `-` is stdin (txt unless `form` says otherwise).
+
+    Content is looked for under `keys` (CONTENT_KEYS or CLASSIFY_KEYS), or under `field_name` alone. A list of messages
+    or of sentences is content where `keys` has that key.
 
     Raises FormatError for a file that is no text at all, UsageError for a table without the wanted column.
     """
     number = 0
     for name in names:
         chosen = form or ("txt" if name == STDIN else input_form(name))
-        for raw in _read_one(name, chosen, field_name):
+        for raw in _read_one(name, chosen, Wanted(field_name, tuple(keys))):
             number += 1
             yield Row(number, raw.digest, raw.fields, raw.content, raw.error)
 
 
-def _read_one(name: str, form: str, field_name: str | None) -> Iterator[Row]:
+def _read_one(name: str, form: str, wanted: Wanted) -> Iterator[Row]:
     with _open_bytes(name) as stream:
         lines = _lines(name, stream)
         if form == "txt":
             yield from (_text_row(line) for line in lines)
         elif form == "jsonl":
-            yield from (_json_row(line, field_name) for line in lines if line.strip())
+            yield from (_json_row(line, wanted) for line in lines if line.strip())
         else:
-            yield from _table_rows(name, lines, form, field_name)
+            yield from _table_rows(name, lines, form, wanted)
 
 
 @contextmanager
@@ -178,7 +185,7 @@ def _text_row(line: bytes) -> Row:
     return Row(0, digest(data), content=text)
 
 
-def _json_row(line: bytes, field_name: str | None) -> Row:
+def _json_row(line: bytes, wanted: Wanted) -> Row:
     data = _strip_ending(line)
     key = digest(data)
     try:
@@ -190,43 +197,20 @@ def _json_row(line: bytes, field_name: str | None) -> Row:
         value = {"text": value}
     if not isinstance(value, dict):
         return Row(0, key, error="not a JSON object")
-    return _content_row(key, cast("dict[str, object]", value), field_name)
+    return _content_row(key, cast("dict[str, object]", value), wanted)
 
 
-def _content_row(key: str, fields: dict[str, object], field_name: str | None) -> Row:
-    name = field_name or next((candidate for candidate in CONTENT_KEYS if candidate in fields), None)
-    if name is None or name not in fields:
-        wanted = f"'{field_name}'" if field_name else "'text', 'prompt' or 'messages'"
-        return Row(0, key, fields, error=f"no key {wanted}")
-    problem = _content_problem(name, fields[name])
+def _content_row(key: str, fields: dict[str, object], wanted: Wanted) -> Row:
+    name = wanted.key_in(fields)
+    if name is None:
+        return Row(0, key, fields, error=f"no key {wanted.described()}")
+    problem = content_problem(name, fields[name], wanted.keys)
     if problem:
         return Row(0, key, fields, error=problem)
     return Row(0, key, fields, content=cast("Content", fields[name]))
 
 
-def _content_problem(name: str, value: object) -> str | None:
-    if isinstance(value, str):
-        if not value.strip():
-            return f"'{name}' is empty"
-        return f"'{name}' is not Unicode text (lone surrogate)" if _has_surrogate(value) else None
-    if isinstance(value, list) and value and all(_is_message(item) for item in cast("list[object]", value)):
-        return None
-    return f"'{name}' is neither a string nor a list of messages with role and content"
-
-
-def _is_message(item: object) -> bool:
-    if not isinstance(item, dict):
-        return False
-    message = cast("dict[str, object]", item)
-    content = message.get("content")
-    return isinstance(message.get("role"), str) and isinstance(content, str) and not _has_surrogate(content)
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
-
-
-def _table_rows(name: str, lines: Iterable[bytes], form: str, field_name: str | None) -> Iterator[Row]:
+def _table_rows(name: str, lines: Iterable[bytes], form: str, wanted: Wanted) -> Iterator[Row]:
     csv.field_size_limit(MAX_LINE_BYTES)  # csv's own limit is 128 kB, for the whole process; there is no other way
     # Bytes that are not UTF-8 travel as surrogates, so that a bad cell spoils its row and no other.
     text = (line.decode("utf-8", "surrogateescape") for line in lines)
@@ -235,7 +219,7 @@ def _table_rows(name: str, lines: Iterable[bytes], form: str, field_name: str | 
     header = next(reader, None)
     if header is None:
         return
-    column = _column(name, header, field_name)
+    column = Wanted(_column(name, header, wanted), wanted.keys)
     while (cells := _next_cells(reader)) is not None:
         if isinstance(cells, str):
             yield Row(0, digest(cells.encode()), dict.fromkeys(header, ""), error=cells)
@@ -251,22 +235,23 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | str | None:
         return f"not a table row: {error}"
 
 
-def _column(name: str, header: Sequence[str], field_name: str | None) -> str:
-    wanted = [field_name] if field_name else [key for key in CONTENT_KEYS if key != "messages"]
-    if not field_name and len(header) == 1:
+def _column(name: str, header: Sequence[str], wanted: Wanted) -> str:
+    if not wanted.field_name and len(header) == 1:
         return header[0]
-    for candidate in wanted:
+    for candidate in wanted.columns:
         if candidate in header:
             return candidate
     columns = ", ".join(header)
-    raise UsageError(f"{name} has no column {' or '.join(wanted)}", f"It has {columns}; choose one with --field")
+    raise UsageError(
+        f"{name} has no column {' or '.join(wanted.columns)}", f"It has {columns}; choose one with --field"
+    )
 
 
-def _table_row(header: Sequence[str], cells: Sequence[str], column: str) -> Row:
+def _table_row(header: Sequence[str], cells: Sequence[str], column: Wanted) -> Row:
     key = digest("\x1f".join(cells).encode("utf-8", "surrogateescape"))
     fields: dict[str, object] = dict.fromkeys(header, "")
     fields.update(zip(header, cells, strict=False))
-    bad = [name for name, cell in fields.items() if _has_surrogate(cast("str", cell))]
+    bad = [name for name, cell in fields.items() if has_surrogate(cast("str", cell))]
     if bad:
         clean = {name: _replaced(cast("str", cell)) for name, cell in fields.items()}
         return Row(0, key, clean, error=f"column '{bad[0]}' is not UTF-8")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from adapt_llm.errors import FormatError, UsageError
 from adapt_llm.runtime import rows as rows_module
+from adapt_llm.runtime.row_content import CLASSIFY_KEYS
 from adapt_llm.runtime.rows import Row, Shard, check_inputs, read_rows
 
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c"
@@ -73,6 +74,31 @@ def test_jsonl_content_keys(tmp_path: Path) -> None:
     assert read(tmp_path, "a.jsonl", b'{"messages": [{"role": "user"}]}')[0].error
     assert read(tmp_path, "a.jsonl", b'{"text": "\\ud800"}')[0].error == "'text' is not Unicode text (lone surrogate)"
     assert read(tmp_path, "a.jsonl", b"[" * 100_000)[0].error
+
+
+def test_sentences_are_content_where_rows_are_classified(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    values: list[object] = [["하나.", "둘."], [], ["a", " "], ["a", 3], 3, ["\ud800"], None]
+    path.write_text("".join(json.dumps({"text": "t", "sentences": value}) + "\n" for value in values), encoding="utf-8")
+    parsed = list(read_rows([str(path)], keys=CLASSIFY_KEYS))
+    assert [row.content for row in parsed] == [["하나.", "둘."], None, None, None, "t", None, "t"]
+    assert parsed[1].error == "'sentences' is neither a string nor a list of sentences, none of them empty"
+    assert [row.content for row in read_rows([str(path)])] == ["t"] * 7
+    path.write_text('{"sentences": 3}', encoding="utf-8")
+    assert next(read_rows([str(path)], keys=CLASSIFY_KEYS)).error == parsed[1].error
+    path.write_text('{"text": "t"}', encoding="utf-8")
+    assert next(read_rows([str(path)], keys=CLASSIFY_KEYS, field_name="text")).content == "t"
+    assert next(read_rows([str(path)], keys=CLASSIFY_KEYS, field_name="x")).error == "no key 'x'"
+
+
+def test_each_use_of_rows_refuses_the_lists_of_the_other(tmp_path: Path) -> None:
+    messages, sentences = [{"role": "user", "content": "hi"}], ["a", "b"]
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps({'x': messages})}\n{json.dumps({'x': sentences})}\n{{}}\n", encoding="utf-8")
+    names = [str(path)]
+    assert [row.content for row in read_rows(names, field_name="x")] == [messages, None, None]
+    assert [row.content for row in read_rows(names, field_name="x", keys=CLASSIFY_KEYS)] == [None, sentences, None]
+    assert [row.error for row in read_rows(names, keys=CLASSIFY_KEYS)] == ["no key 'text', 'prompt' or 'sentences'"] * 3
 
 
 def test_csv_quotes_and_line_breaks(tmp_path: Path) -> None:
