@@ -1,0 +1,163 @@
+"""What the classifiers of 2D-EE are trained on: the mean state of every sentence behind every block.
+
+Each document runs once, whole, without a cache. Results go into the work folder as pieces of some documents each, which
+are mapped into memory when read. Knows documents and blocks; knows no labels and no classifier.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..runtime.architecture import Architecture
+from ..runtime.block import Block
+from ..runtime.cache import PassStore
+from ..runtime.decoder import Decoder
+from ..runtime.documents import Document
+from ..runtime.packed import PackedStep, PackedStore
+from ..runtime.progress import Reporter
+from ..runtime.step import Step
+from .pace import Paced
+from .workspace import Workspace
+from .writer import write_piece
+
+PIECE_DOCUMENTS = 32
+"""Documents in a piece: what a kill costs at most."""
+_ROWS = 2048
+"""Tokens that go through a block at once."""
+_STATES, _COUNTS = "states", "counts"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Runs documents through blocks. `frame` embeds; `prefix` are tokens before every document, never pooled."""
+
+    frame: Decoder
+    blocks: Sequence[Block]
+    prefix: tuple[int, ...] = ()
+
+    @torch.inference_mode()
+    def pooled(self, documents: Sequence[Document]) -> Tensor:
+        """Mean states of all sentences of the documents, in order: bf16 [sentences, layers, hidden], on the host.
+
+        bf16 because some families have single channels far beyond fp16 (massive activations). Layer after layer, so
+        that blocks which are not kept are read once.
+        """
+        packs = [_Pack(self.frame, self.prefix, chunk) for chunk in _chunks(documents, len(self.prefix))]
+        sentences = sum(len(document.ends) for document in documents)
+        states = torch.empty(sentences, len(self.blocks), self.frame.arch.hidden_size, dtype=torch.bfloat16)
+        for layer in range(len(self.blocks)):
+            block = self.blocks[layer]
+            first = 0
+            for pack in packs:
+                means = pack.through(block)
+                states[first : first + len(means), layer] = means.to("cpu", torch.bfloat16)
+                first += len(means)
+        return states
+
+
+class _Pack:
+    """Some documents side by side, without padding, behind the blocks that they have been through."""
+
+    def __init__(self, frame: Decoder, prefix: Sequence[int], documents: Sequence[Document]) -> None:
+        ids = [(*prefix, *document.ids) for document in documents]
+        self._step = PackedStep([frame.segment(0, len(row), len(row)) for row in ids])
+        self._store = PackedStore([_Rolling(frame.arch) for _ in ids])
+        self._h = frame.embed(torch.tensor([[token for row in ids for token in row]], device=frame.device))
+        head = [len(prefix)] if prefix else []
+        lengths = [[*head, *(end - start for start, end in pairwise((0, *document.ends)))] for document in documents]
+        self._lengths = torch.tensor([size for row in lengths for size in row], device=frame.device)
+        self._is_sentence = torch.tensor([number >= len(head) for row in lengths for number in range(len(row))])
+
+    def through(self, block: Block) -> Tensor:
+        """Run one block more and return the sentences' means [sentences, hidden], float32."""
+        self._h = block(self._h, self._step, self._store)
+        means = torch.segment_reduce(self._h[0].float(), "mean", lengths=self._lengths, axis=0, unsafe=True)
+        return means[self._is_sentence.to(means.device)]
+
+
+class _Rolling(PassStore):
+    """Keys and values of a pass, each kept until the last layer that reads it has run."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__(arch)
+        self._last = {source: layer for layer, source in enumerate(arch.kv_sources)}
+
+    def store(self, step: Step, layer: int, k: Tensor, v: Tensor) -> None:
+        """See `KVStore.store`."""
+        self._kept = {kept: pair for kept, pair in self._kept.items() if self._last.get(kept, kept) >= layer}
+        super().store(step, layer, k, v)
+
+
+def _chunks(documents: Sequence[Document], extra: int) -> Iterator[list[Document]]:
+    """Documents in order, cut into groups of about `_ROWS` tokens."""
+    group: list[Document] = []
+    rows = 0
+    for document in documents:
+        size = len(document.ids) + extra
+        if group and rows + size > _ROWS:
+            yield group
+            group, rows = [], 0
+        group.append(document)
+        rows += size
+    if group:
+        yield group
+
+
+def piece_name(number: int) -> str:
+    """Name of a piece in the work folder."""
+    return f"features-{number:05d}.safetensors"
+
+
+def write_features(work: Workspace, encoder: Encoder, documents: Sequence[Document], reporter: Reporter) -> "Features":
+    """Compute the pooled states of all documents, in their order; pieces that are there already are skipped.
+
+    Raises ResourceError on a full disk. Memory does not grow with the number of documents.
+    """
+    starts = range(0, len(documents), PIECE_DOCUMENTS)
+    with reporter.task("Read the documents", len(documents)) as bar:
+        task = Paced(bar, len(documents), reporter)
+        for number, start in enumerate(starts):
+            some = documents[start : start + PIECE_DOCUMENTS]
+            if not work.has(piece_name(number)):
+                counts = torch.tensor([len(document.ends) for document in some], dtype=torch.int32)
+                write_piece(work, piece_name(number), {_STATES: encoder.pooled(some), _COUNTS: counts})
+            task.advance(len(some))
+    return Features([work.piece(piece_name(number)) for number in range(len(starts))])
+
+
+class Features:
+    """Pooled states on disk, by document. What is read is copied into memory; the rest stays on the disk."""
+
+    def __init__(self, pieces: Sequence[Path]) -> None:
+        self._pieces = tuple(pieces)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Sentences of every document, [documents] int64."""
+        parts: list[Tensor] = []
+        for path in self._pieces:
+            with safe_open(path, framework="pt") as file:
+                parts.append(file.get_tensor(_COUNTS).long())
+        return torch.cat(parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and hidden size."""
+        with safe_open(self._pieces[0], framework="pt") as file:
+            _, layers, hidden = file.get_slice(_STATES).get_shape()
+        return layers, hidden
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield states bf16 [sentences, layers, hidden] and counts [documents] of one piece after the other.
+
+        The states share the mapped file: do not write to them.
+        """
+        for path in self._pieces:
+            with safe_open(path, framework="pt") as file:
+                yield file.get_tensor(_STATES), file.get_tensor(_COUNTS).long()
