@@ -120,14 +120,14 @@ def write_features(work: Workspace, encoder: Encoder, documents: Sequence[Docume
     Raises ResourceError on a full disk. Memory does not grow with the number of documents.
     """
     starts = range(0, len(documents), PIECE_DOCUMENTS)
-    with reporter.task("Read the documents", len(documents)) as bar:
-        task = Paced(bar, len(documents), reporter)
+    with reporter.task("Read the documents", len(starts)) as bar:
+        task = Paced(bar, len(starts), reporter, step=f"{PIECE_DOCUMENTS} documents")
         for number, start in enumerate(starts):
             some = documents[start : start + PIECE_DOCUMENTS]
             if not work.has(piece_name(number)):
                 counts = torch.tensor([len(document.ends) for document in some], dtype=torch.int32)
                 write_piece(work, piece_name(number), {_STATES: encoder.pooled(some), _COUNTS: counts})
-            task.advance(len(some))
+            task.advance(1)
     return Features([work.piece(piece_name(number)) for number in range(len(starts))])
 
 

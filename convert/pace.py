@@ -1,4 +1,4 @@
-"""How long the rest will take, told once the first layer is done. Knows nothing of layers but their number."""
+"""How long the rest will take, told once the first step is done. Knows nothing of the steps but their number."""
 
 import time
 
@@ -8,8 +8,8 @@ from ..runtime.progress import Reporter, Task
 class Paced:
     """A task that says, after its first step that took any time, how long one takes and what remains."""
 
-    def __init__(self, task: Task, total: int, reporter: Reporter) -> None:
-        self._task, self._reporter = task, reporter
+    def __init__(self, task: Task, total: int, reporter: Reporter, *, step: str = "layer") -> None:
+        self._task, self._reporter, self._step = task, reporter, step
         self._left = total
         self._told = False
         self._last = time.monotonic()
@@ -22,11 +22,11 @@ class Paced:
         self._task.advance(amount)
         if not self._told and seconds > LONG_ENOUGH:
             self._told = True
-            self._reporter.note(f"The first layer took {seconds:.1f} s; about {duration(seconds * self._left)} to go.")
+            self._reporter.note(f"The first {self._step} took {seconds:.1f} s; about {duration(seconds * self._left)} to go.")
 
 
 LONG_ENOUGH = 0.05
-"""Seconds; a layer that was there already takes none."""
+"""Seconds; a step that was done already takes none."""
 
 
 def duration(seconds: float) -> str:
