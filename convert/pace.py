@@ -22,7 +22,9 @@ class Paced:
         self._task.advance(amount)
         if not self._told and seconds > LONG_ENOUGH:
             self._told = True
-            self._reporter.note(f"The first {self._step} took {seconds:.1f} s; about {duration(seconds * self._left)} to go.")
+            self._reporter.note(
+                f"The first {self._step} took {seconds:.1f} s; about {duration(seconds * self._left)} to go."
+            )
 
 
 LONG_ENOUGH = 0.05
