@@ -120,10 +120,21 @@ def _read_one(name: str, form: str, wanted: Wanted) -> Iterator[Row]:
 @contextmanager
 def _open_bytes(name: str) -> Iterator[BinaryIO]:
     if name == STDIN:
-        yield _decompressed(sys.stdin.buffer)
+        yield _decompressed(_stdin())
         return
     with Path(name).open("rb") as stream:
         yield _decompressed(stream)
+
+
+def _stdin() -> BinaryIO:
+    """A reader of stdin of its own.
+
+    Where a thread reads, Python on its way out would wait for the lock of `sys.stdin.buffer`, and give up in the end.
+    """
+    try:
+        return open(0 if sys.stdin is None else sys.stdin.fileno(), "rb", closefd=False)
+    except (OSError, ValueError):  # no file: a test's
+        return cast("BinaryIO", sys.stdin.buffer)
 
 
 def _decompressed(stream: BinaryIO) -> BinaryIO:
