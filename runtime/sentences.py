@@ -133,7 +133,7 @@ def split_sentences(text: str, language: str | None = None, *, least: int = LEAS
         raise UsageError(
             "the text is not Unicode (lone surrogate)", "It may have been read with a wrong encoding"
         ) from error
-    code = (language or detect_language(text)).split("-")[0].lower()
+    code = (language or detect_language(text)).replace("_", "-").split("-")[0].lower()
     pieces = _cut_at(text, sorted(_sentence_ends(text, code)))
     return [part for piece in _joined(pieces, least) for part in _shortened(piece, least, most)]
 
@@ -252,8 +252,9 @@ def _best_cut(piece: str, sizes: list[int], left: int, least: int, most: int) ->
         ends = [end for end in ends if low <= end and not in_cluster(piece, end)]
         if ends:
             return min(ends, key=lambda end: abs(end - middle))
-    back = range(high, max(low, high - _LONGEST_CLUSTER) - 1, -1)
-    return next((cut for cut in back if not in_cluster(piece, cut)), high)
+    middle = min(middle, high)
+    back = range(middle, max(low, middle - _LONGEST_CLUSTER) - 1, -1)
+    return next((cut for cut in back if not in_cluster(piece, cut)), middle)
 
 
 def in_cluster(text: str, at: int) -> bool:
