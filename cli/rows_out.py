@@ -45,12 +45,15 @@ class Form(Protocol):
         ...
 
 
-def output_form(name: str, columns: Sequence[str], warn: Callable[[str], None]) -> Form:
-    """Return the form called `name` (text, jsonl, csv, tsv) for results with these columns."""
+def output_form(name: str, columns: Sequence[str], warn: Callable[[str], None], *, cells: int = 1) -> Form:
+    """Return the form called `name` (text, jsonl, csv, tsv) for results with these columns.
+
+    A text has the first `cells` of them.
+    """
     if name == "jsonl":
         return JsonLines()
     if name == "text":
-        return TextLines()
+        return TextLines(cells)
     return Table("\t" if name == "tsv" else ",", columns, warn)
 
 
@@ -120,14 +123,21 @@ def _str(value: object) -> str | None:
 
 
 class TextLines:
-    r"""One line a row: the result's first value, line breaks written as `\n`; an empty line for a failed row."""
+    r"""One line a row: the result's first `cells` values, tabs between them, line breaks written as `\n`.
+
+    With more than one, tabs inside a value are `\t`. A failed row has empty values.
+    """
+
+    def __init__(self, cells: int = 1) -> None:
+        self._cells = cells
+        self._failed = "\t" * (cells - 1)
 
     def encode(self, row: Row, result: Mapping[str, object]) -> bytes:
         """See `Form.encode`."""
         del row  # a line of text has no place for it
-        value = "" if "error" in result else next(iter(result.values()), "")
-        text = str(value).replace("\r", "\\r").replace("\n", "\\n")
-        return text.encode("utf-8", "replace") + b"\n"
+        values = [] if "error" in result else [_cell(value) for value in result.values()][: self._cells]
+        text = "\t".join(_escaped(value) for value in values) if self._cells > 1 else _one_line("".join(values))
+        return (text or self._failed).encode("utf-8", "replace") + b"\n"
 
     def marks(self, stream: BinaryIO) -> Iterator[Mark]:
         """See `Form.marks`."""
@@ -136,7 +146,7 @@ class TextLines:
             if not line.endswith(b"\n"):
                 return
             end += len(line)
-            yield Mark(None, None, line == b"\n", end, counted=True)
+            yield Mark(None, None, line == f"{self._failed}\n".encode(), end, counted=True)
 
 
 class Table:
@@ -213,8 +223,12 @@ def _cell(value: object) -> str:
     return str(value)
 
 
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n").replace("\r", "\\r")
+
+
 def _escaped(cell: str) -> str:
-    return cell.replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
+    return _one_line(cell.replace("\t", "\\t"))
 
 
 @dataclass(frozen=True)

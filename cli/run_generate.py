@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..runtime.progress import Reporter
 from ..runtime.rows import Row
 from . import failures, services
+from .answers import OneByOne
 from .charts import histogram, human_bytes
 from .console import make_reporter
 from .generation import Choices, figures, report, rounded
@@ -111,7 +112,7 @@ class Run:
             return
         totals, session = Totals(), self._open()
         started = time.monotonic()
-        summary = job.run(lambda row: self._row(session, row, totals), self.reporter)
+        summary = job.run(OneByOne(lambda row: self._row(session, row, totals)), self.reporter)
         seconds = time.monotonic() - started
         self.reporter.note(summary.line(seconds) + totals.mean_depth())
         if self.stats and seconds > 0:

@@ -1,23 +1,26 @@
 """Many rows through one function: in order, each written and flushed at once, failures kept as rows.
 
-Knows rows and outputs, not what a row's answer is made of: generation and classification both bring an `answer`.
+Knows rows and outputs, not what a row's answer is made of: generation and classification both bring `Answers`.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TypeVar
 
-from ..errors import AccessError, AdaptError, ResourceError, UsageError
+from ..errors import AdaptError, UsageError
 from ..runtime.progress import Reporter, Task
+from ..runtime.row_content import CONTENT_KEYS
 from ..runtime.rows import STDIN, Row, Shard, check_inputs, read_rows
+from .answers import Answers, InOrder, Outcome, Pausing, Result
 from .rows_out import Done, Form, form_of, match, open_output, output_form
 
 OnError = Literal["record", "skip", "fail"]
-Answer = Callable[[Row], Mapping[str, object]]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class RowsRequest:
     on_error: OnError = "record"
     force: bool = False
     resume: bool = False
+    keys: Sequence[str] = CONTENT_KEYS
+    """Where a row has its content."""
 
     def check(self) -> None:
         """Raise UsageError for what can be known to fail before a model is loaded."""
@@ -66,14 +71,17 @@ class RowsRequest:
 
     def rows(self) -> Iterator[Row]:
         """Return the rows that are to be done."""
-        everything = read_rows(self.inputs, form=self.input_form, field_name=self.field_name)
+        everything = read_rows(self.inputs, form=self.input_form, field_name=self.field_name, keys=self.keys)
         return self.shard.select(everything)
 
     def count(self) -> int | None:
         """Count the rows where the inputs can be read twice, else None."""
-        if all(name != STDIN and Path(name).is_file() for name in self.inputs):
-            return sum(1 for _ in self.rows())
-        return None
+        return None if self.may_pause else sum(1 for _ in self.rows())
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether some input is no file: it may pause, and is read only once."""
+        return any(name == STDIN or not Path(name).is_file() for name in self.inputs)
 
 
 @dataclass
@@ -99,20 +107,26 @@ class RowsJob:
     """A request whose output has been matched against its input: what is left to do, and where it goes on."""
 
     request: RowsRequest
+    columns: Sequence[str]
     form: Form
     rows: Iterator[Row]
     done: Done
     total: int | None
 
     @classmethod
-    def prepare(cls, request: RowsRequest, columns: Sequence[str], warn: Callable[[str], None]) -> "RowsJob":
-        """Read what an earlier run has left. Raises UsageError, FormatError; changes nothing on disk."""
-        form = output_form(request.output_form, columns, warn)
+    def prepare(
+        cls, request: RowsRequest, columns: Sequence[str], warn: Callable[[str], None], *, cells: int = 1
+    ) -> "RowsJob":
+        """Read what an earlier run has left. Raises UsageError, FormatError; changes nothing on disk.
+
+        `columns` are a result's keys; the first `cells` of them are what a text output shows.
+        """
+        form = output_form(request.output_form, columns, warn, cells=cells)
         total = request.count()
         rows, done = request.rows(), Done()
         if request.resume and request.output is not None and request.output.exists():
             done = match(request.output, form, rows, skipping=request.on_error == "skip")
-        return cls(request, form, rows, done, total)
+        return cls(request, columns, form, rows, done, total)
 
     def finished(self) -> bool:
         """Tell whether no row is left."""
@@ -122,31 +136,51 @@ class RowsJob:
         self.rows = chain([first], self.rows)
         return False
 
-    def run(self, answer: Answer, reporter: Reporter) -> Summary:
+    def run(self, answers: Answers[T], reporter: Reporter) -> Summary:
         """Answer what is left. Raises the row's AdaptError with `on_error` "fail"."""
         summary = Summary(self.done.rows, self.done.failed, self.done.rows)
         with self._open() as stream, self._task(reporter) as task:
+
+            def write(row: Row, outcome: Outcome) -> None:
+                self._write(row, outcome, stream, summary, reporter)
+                task.advance()
+
+            order = InOrder(write)
             try:
-                for row in self.rows:
-                    self._one(row, answer, stream, summary, reporter)
-                    task.advance()
+                with self._source(lambda: order.idle) as rows:
+                    order.run(rows, answers)
             except KeyboardInterrupt:
                 if self.request.output is not None:
                     reporter.note(f"stopped; {summary.rows} rows are written. Go on with --resume")
                 raise
         return summary
 
-    def _one(self, row: Row, answer: Answer, stream: BinaryIO, summary: Summary, reporter: Reporter) -> None:
-        result = _result(row, answer, fail=self.request.on_error == "fail")
-        failed = "error" in result
+    @contextmanager
+    def _source(self, idle: Callable[[], bool]) -> Iterator[Iterator[Row | None]]:
+        """Give the rows; where an input may pause, with a None while it does and answers are awaited."""
+        if not self.request.may_pause:
+            yield self.rows
+            return
+        with Pausing(self.rows) as pausing:
+            yield pausing.take(idle)
+
+    def _write(self, row: Row, outcome: Outcome, stream: BinaryIO, summary: Summary, reporter: Reporter) -> None:
+        failed = isinstance(outcome, AdaptError)
+        if failed and self.request.on_error == "fail":
+            hint = outcome.hint or "Mend it, or use --on-error record or skip"
+            raise type(outcome)(f"row {row.number}: {outcome.message}", hint) from outcome
         summary.failed += failed
         if failed and self.request.output_form == "text":
-            reporter.warn(f"row {row.number}: {result['error']}")
+            reporter.warn(f"row {row.number}: {outcome}")
         if failed and self.request.on_error == "skip":
             return
         summary.rows += 1
-        stream.write(self.form.encode(row, result))
+        stream.write(self.form.encode(row, self._failed(row, outcome) if failed else outcome))
         stream.flush()
+
+    def _failed(self, row: Row, error: AdaptError) -> Result:
+        """Return a failed row's result; what it has of its own under our keys is not to be taken for an answer."""
+        return {**{key: None for key in self.columns if key in row.fields}, "error": str(error)}
 
     @contextmanager
     def _open(self) -> Iterator[BinaryIO]:
@@ -166,24 +200,3 @@ class RowsJob:
 class _NoTask:
     def advance(self, amount: float = 1) -> None:
         pass
-
-
-def _result(row: Row, answer: Answer, *, fail: bool) -> Mapping[str, object]:
-    """Return the answer, or the error that belongs to this row alone."""
-    if row.error is None:
-        try:
-            return answer(row)
-        except (ResourceError, AccessError):
-            raise  # the next row would fail the same way
-        except AdaptError as error:
-            if fail:
-                raise type(error)(f"row {row.number}: {error.message}", error.hint) from error
-            return _failed(row, str(error))
-    if fail:
-        raise AdaptError(f"row {row.number}: {row.error}", "Mend it, or use --on-error record or skip")
-    return _failed(row, row.error)
-
-
-def _failed(row: Row, error: str) -> Mapping[str, object]:
-    """Return a failed row's result; its own `text`, if it has one, is not to be taken for an answer."""
-    return {"text": None, "error": error} if "text" in row.fields else {"error": error}
