@@ -6,7 +6,6 @@ are mapped into memory when read. Knows documents and blocks; knows no labels an
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,32 +131,35 @@ def write_features(work: Workspace, encoder: Encoder, documents: Sequence[Docume
 
 
 class Features:
-    """Pooled states on disk, by document. What is read is copied into memory; the rest stays on the disk."""
+    """Pooled states on disk, by document; mapped into memory, so that only what is used takes any."""
 
     def __init__(self, pieces: Sequence[Path]) -> None:
-        self._pieces = tuple(pieces)
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """Sentences of every document, [documents] int64."""
-        parts: list[Tensor] = []
-        for path in self._pieces:
+        self._states: list[Tensor] = []
+        counts: list[Tensor] = []
+        for path in pieces:
             with safe_open(path, framework="pt") as file:
-                parts.append(file.get_tensor(_COUNTS).long())
-        return torch.cat(parts)
+                self._states.append(file.get_tensor(_STATES))
+                counts.append(file.get_tensor(_COUNTS).long())
+        self.counts = torch.cat(counts)
+        """Sentences of every document, [documents] int64."""
+        self._begins = torch.cat([part.cumsum(0) - part for part in counts]).tolist()
 
     @property
     def shape(self) -> tuple[int, int]:
         """Layers and hidden size."""
-        with safe_open(self._pieces[0], framework="pt") as file:
-            _, layers, hidden = file.get_slice(_STATES).get_shape()
+        _, layers, hidden = self._states[0].shape
         return layers, hidden
 
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield states bf16 [sentences, layers, hidden] and counts [documents] of one piece after the other.
+    def gather(self, documents: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copy the states bf16 [sentences, layers, hidden] of documents, one after the other, and their counts."""
+        counts = self.counts[list(documents)]
+        parts = [
+            self._states[number // PIECE_DOCUMENTS].narrow(0, self._begins[number], count)
+            for number, count in zip(documents, counts.tolist(), strict=True)
+        ]
+        return torch.cat(parts), counts
 
-        The states share the mapped file: do not write to them.
-        """
-        for path in self._pieces:
-            with safe_open(path, framework="pt") as file:
-                yield file.get_tensor(_STATES), file.get_tensor(_COUNTS).long()
+    def pieces(self, documents: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what `gather` gives for the documents, some at a time, in order."""
+        for start in range(documents.start, documents.stop, PIECE_DOCUMENTS):
+            yield self.gather(range(start, min(start + PIECE_DOCUMENTS, documents.stop)))

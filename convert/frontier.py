@@ -1,0 +1,116 @@
+"""What two-dimensional exit costs and gives at every pair of thresholds, from stored probabilities of held-out rows.
+
+Algorithm 1 is simulated for a whole grid at once, in the order and with the counting of `runtime.schedule`. Source:
+2D-EE (arXiv 2604.18592), sections 3 and 4; thresholds are chosen on validation rows, never on test rows.
+Knows no tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.methods import Decision, FixedLayer
+from ..runtime.schedule import cells, margins, two_d
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Readout = Literal["mean", "last"]
+
+IGNORE: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ACCEPT: tuple[float, ...] = tuple(float(f"{tau:.4g}") for tau in np.geomspace(0.25, 220.0, 48))
+"""Grids of tau_ignore and tau_acc; the paper sweeps about 250 pairs (Fig. 6)."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One row's probabilities: `cells` [L, m, C] of every sentence, `whole` [L, C] of the readout of all of it."""
+
+    cells: NDArray[np.floating]
+    whole: NDArray[np.floating]
+    label: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How rows went, one entry a row: answers, operations counted, layers and sentences looked at; all [..., rows]."""
+
+    answers: Ints
+    operations: Ints
+    layers: Ints
+    sentences: Ints
+
+
+def simulate(row: Judged, ignore: Sequence[float], accept: Sequence[float]) -> Runs:
+    """Run Algorithm 1 on one row at every pair of thresholds: [len(ignore), len(accept)] each.
+
+    `accept` must rise. Decisions are those of `runtime.schedule.Votes`, to the last bit.
+    """
+    layers, sentences, classes = row.cells.shape
+    order = cells(two_d(layers, sentences))
+    labels, margin = margins(row.cells[order[:, 0], order[:, 1]].astype(np.float64))
+    votes = np.where(margin > np.asarray(ignore)[:, None], margin, 0.0)  # [ignore, cells]
+    added = np.zeros((*votes.shape, classes))
+    added[:, np.arange(len(labels)), labels] = votes
+    score = added.cumsum(1)[:, np.arange(len(labels)), labels]
+    # The score of the class that a cell names; whichever passes first, its highest so far has passed with it.
+    highest = np.maximum.accumulate(score, axis=1)
+    fired = np.stack([np.searchsorted(line, accept, side="right") for line in highest])
+    stopped = fired < len(labels)
+    at = np.minimum(fired, len(labels) - 1)
+    deepest, furthest = np.maximum.accumulate(order + 1, axis=0).T
+    return Runs(
+        answers=np.where(stopped, labels[at], row.whole[-1].argmax()),
+        operations=np.where(stopped, fired + 1, layers * sentences),
+        layers=np.where(stopped, deepest[at], layers),
+        sentences=np.where(stopped, furthest[at], sentences),
+    )
+
+
+def decision(runs: Runs, rows: Sequence[Judged], classes: int) -> Decision:
+    """Figures of rows that went like this; `work` is a ratio of sums, as the authors' code reports it."""
+    labels = np.array([row.label for row in rows])
+    return Decision(
+        accuracy=float((runs.answers == labels).mean()),
+        macro_f1=macro_f1(labels, runs.answers, classes),
+        work=float(runs.operations.sum() / sum(row.cells.shape[0] * row.cells.shape[1] for row in rows)),
+        mean_layers=float(runs.layers.mean()),
+        mean_sentences=float(runs.sentences.mean()),
+    )
+
+
+def macro_f1(labels: Ints, answers: Ints, classes: int) -> float:
+    """Mean of the classes' F1; a class that is neither there nor answered does not count."""
+    scores: list[float] = []
+    for name in range(classes):
+        hits = int(((labels == name) & (answers == name)).sum())
+        total = int((labels == name).sum() + (answers == name).sum())
+        if total:
+            scores.append(2 * hits / total)
+    return float(np.mean(scores))
+
+
+def fixed_layers(rows: Sequence[Judged], classes: int) -> tuple[FixedLayer, ...]:
+    """Figures of the whole document through the first 1, 2, … L blocks."""
+    count = rows[0].whole.shape[0]
+    answers = np.stack([row.whole.argmax(-1) for row in rows], axis=1)
+    sentences = np.array([row.cells.shape[1] for row in rows])
+
+    def point(layer: int) -> FixedLayer:
+        runs = Runs(answers[layer - 1], layer * sentences, np.full(len(rows), layer), sentences)
+        return FixedLayer(layer=layer, **decision(runs, rows, classes).model_dump())
+
+    return tuple(point(layer) for layer in range(1, count + 1))
+
+
+def surface(rows: Sequence[Judged], ignore: Sequence[float], accept: Sequence[float]) -> Runs:
+    """Run Algorithm 1 on all rows at every pair of thresholds: [len(ignore), len(accept), rows] each."""
+    runs = [simulate(row, ignore, accept) for row in rows]
+    return Runs(
+        *(
+            np.stack([getattr(run, name) for run in runs], -1)
+            for name in ("answers", "operations", "layers", "sentences")
+        )
+    )
