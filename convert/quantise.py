@@ -25,7 +25,46 @@ from ..runtime.store import TensorStore
 from .workspace import Workspace
 from .writer import read_piece, write_piece
 
-STATE = "h"
+
+@dataclass(frozen=True)
+class Climb:
+    """Sequences below a block: h [n, S, hidden], and for some sequences each the keys and values read above (R-CLA)."""
+
+    h: Tensor
+    stores: Sequence[PassStore]
+
+    @classmethod
+    def start(cls, decoder: Decoder, h: Tensor, kept: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> "Climb":
+        """Begin with h, below which `kept` was stored: layer -> keys and values [n, kv_heads, S, head_dim]."""
+        count = sequences_at_once(h.shape[1])
+        parts = {layer: tuple(tensor.split(count) for tensor in pair) for layer, pair in (kept or {}).items()}
+        own = [{layer: (k[at], v[at]) for layer, (k, v) in parts.items()} for at in range(-(-len(h) // count))]
+        return cls(h, [PassStore(decoder.arch, kept=each) for each in own])
+
+    def through(self, decoder: Decoder, block: Block, ids: Tensor) -> "Climb":
+        """Go through one block, a few sequences at a time."""
+        step, stores = decoder.step(None, ids[:1]), [store.copy() for store in self.stores]
+        parts = zip(self.h.split(sequences_at_once(self.h.shape[1])), stores, strict=True)
+        return Climb(torch.cat([block(rows, step, store) for rows, store in parts]), stores)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """What block `index` and those above it need, to go on another time."""
+        kept = [store.kept(index) for store in self.stores]
+        pairs = {
+            layer: [torch.cat(parts) for parts in zip(*(each[layer] for each in kept), strict=True)]
+            for layer in kept[0]
+        }
+        named = {
+            f"{name}.{layer}": tensor for layer, pair in pairs.items() for name, tensor in zip("kv", pair, strict=True)
+        }
+        return {"h": self.h, **named}
+
+    @classmethod
+    def from_tensors(cls, decoder: Decoder, tensors: Mapping[str, Tensor]) -> "Climb":
+        """What `tensors` gave."""
+        moved = {name: tensor.to(decoder.device) for name, tensor in tensors.items()}
+        layers = [int(name.removeprefix("k.")) for name in moved if name.startswith("k.")]
+        return cls.start(decoder, moved["h"], {layer: (moved[f"k.{layer}"], moved[f"v.{layer}"]) for layer in layers})
 
 
 @dataclass(frozen=True)
@@ -107,55 +146,50 @@ def quantise_calibrated(job: Job, indices: Sequence[int], ids: Tensor, task: Tas
     After each layer the activations are kept as a piece, so that a killed run
     takes up at the layer where it was.
     """
-    h: Tensor | None = None
+    climb: Climb | None = None
     for index in indices:
         if not job.work.has(piece_name(index)):
-            if h is None:
-                h = _start(job, ids, index, first=index == indices[0])
-            h = _one_layer(job, ids, h, index)
+            if climb is None:
+                climb = _start(job, ids, index, first=index == indices[0])
+            climb = _one_layer(job, ids, climb, index)
             release(job.store, job.arch, index)
         task.advance(1)
 
 
 @torch.inference_mode()
-def _start(job: Job, ids: Tensor, index: int, *, first: bool) -> Tensor:
+def _start(job: Job, ids: Tensor, index: int, *, first: bool) -> Climb:
     """Return the activations that enter block `index`: an earlier run's, or the dense blocks' before the first."""
     frame = job.frame
     if not first:
-        return read_piece(job.work, _state_name(index))[STATE].to(frame.device)
-    h = frame.embed(ids.to(frame.device))
+        return Climb.from_tensors(frame, read_piece(job.work, _state_name(index)))
+    climb = Climb.start(frame, frame.embed(ids.to(frame.device)))
     for below in range(index):
-        h = run_block(frame, job.dense(below), ids, h)
+        climb = climb.through(frame, job.dense(below), ids)
         release(job.store, job.arch, below)
-    return h
+    return climb
 
 
 @torch.inference_mode()
-def _one_layer(job: Job, ids: Tensor, h: Tensor, index: int) -> Tensor:
+def _one_layer(job: Job, ids: Tensor, climb: Climb, index: int) -> Climb:
     arch, frame = job.arch, job.frame
-    hessians = watch(frame, job.dense(index), ids, h)
+    hessians = watch(frame, job.dense(index), ids, climb)
     weights = {name: job.store.read(name).to(frame.device) for name in arch.block_matrices(index)}
     matrices = {name: job.recipe(name, weight, hessians[input_of(name)]) for name, weight in weights.items()}
     copy = exit_block(arch, job.store, index, matrices, device=frame.device, dtype=frame.dtype)
-    h = run_block(frame, copy, ids, h)
+    climb = climb.through(frame, copy, ids)
     if index + 1 < arch.num_layers:
-        write_piece(job.work, _state_name(index + 1), {STATE: h.cpu()})
+        kept = {name: tensor.cpu() for name, tensor in climb.tensors(index + 1).items()}
+        write_piece(job.work, _state_name(index + 1), kept)
     write_piece(job.work, piece_name(index), packed(matrices))
     if job.work.has(_state_name(index)):
         job.work.spend(_state_name(index))
-    return h
+    return climb
 
 
-def run_block(decoder: Decoder, block: Block, ids: Tensor, h: Tensor) -> Tensor:
-    """Take sequences h [n, S, hidden] through one block, a few at a time."""
-    step = decoder.step(None, ids[:1])
-    return torch.cat([block(rows, step, PassStore(decoder.arch)) for rows in h.split(sequences_at_once(h.shape[1]))])
-
-
-def watch(decoder: Decoder, block: Block, ids: Tensor, h: Tensor) -> Mapping[str, Tensor]:
+def watch(decoder: Decoder, block: Block, ids: Tensor, climb: Climb) -> Mapping[str, Tensor]:
     """Return the Hessians of the inputs of a block's matrices: "qkv", "output", "gate_up", "down" -> [K, K]."""
     taps = {name: Hessian() for name in ("qkv", "output", "gate_up", "down")}
-    run_block(decoder, _tapped(decoder.arch, block, taps), ids, h)
+    climb.through(decoder, _tapped(decoder.arch, block, taps), ids)
     return {name: hessian.finish() for name, hessian in taps.items()}
 
 

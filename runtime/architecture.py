@@ -99,14 +99,13 @@ class Architecture:
             raise UsageError(f"The sharing map has {len(sources)} layers, the model {self.num_layers}")
         for layer, source in enumerate(sources):
             if not 0 <= source <= layer or sources[source] != source:
-                raise UsageError(f"Layer {layer} cannot read the cache of layer {source}", "Name an earlier keeper.")
+                what = f"Layer {layer + 1} cannot read the cache of layer {source + 1}"
+                raise UsageError(what, "Name an earlier layer that keeps one.")
             if self.layers[layer] != self.layers[source]:
                 raise UsageError(
-                    f"Layers {layer} and {source} attend differently and cannot share a cache",
+                    f"Layers {source + 1} and {layer + 1} attend differently and cannot share a cache",
                     "Group layers of one window and one rotation.",
                 )
-        if self.fused_qkv and any(source != layer for layer, source in enumerate(sources)):
-            raise UsageError(f"{self.family} has one fused QKV projection and cannot share a cache between layers")
         return replace(self, kv_sources=tuple(sources))
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -139,7 +138,8 @@ class Architecture:
         prefix = block_prefix(index)
         hidden, wide, inner = self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
         narrow = self.num_kv_heads * self.head_dim
-        attention: dict[str, tuple[int, int]] = {"qkv_proj": (wide + 2 * narrow, hidden)}
+        # Where Q, K and V are one matrix, that of a layer without keys has the query's rows alone.
+        attention: dict[str, tuple[int, int]] = {"qkv_proj": (sum(self.qkv_sizes(index)), hidden)}
         if not self.fused_qkv:
             attention = {"q_proj": (wide, hidden)}
             if self.has_kv(index):

@@ -35,12 +35,16 @@ class Quality:
 
 @dataclass
 class Track:
-    """One policy's state between two blocks: residual stream h [n, S, hidden], who has left, and after which block."""
+    """One policy's state between two blocks: residual stream h [n, S, hidden], who has left, and after which block.
+
+    `stores` hold the keys and values that layers above read (R-CLA), for some sequences each.
+    """
 
     policy: ExitPolicy
     h: Tensor
     left: Tensor
     depth: Tensor
+    stores: Sequence[PassStore] = ()
 
     @classmethod
     def start(cls, policy: ExitPolicy, h: Tensor) -> "Track":
@@ -63,20 +67,24 @@ def push(tracks: Sequence[Track], step: Step, ladder: Ladder, layer: int) -> Non
     `step` is one for a sequence of S tokens without a cache; a few sequences run at a time, so that memory does not
     grow with their number. Only rung `layer - 1` of the ladder is used.
     """
-    done: list[tuple[Tensor, Tensor, Tensor]] = []
+    done: list[tuple[Tensor, Tensor, tuple[Tensor, Sequence[PassStore]]]] = []
     for track in tracks:
         before, left = track.h, track.left
-        after = next((out for h, who, out in done if h is before and torch.equal(who, left)), None)
-        if after is None:
-            after = _through(track, step, ladder, layer)
-            done.append((before, left.clone(), after))
+        found = next((out for h, who, out in done if h is before and torch.equal(who, left)), None)
+        if found is None:
+            found = _through(track, step, ladder, layer)
+            done.append((before, left.clone(), found))
+        after, track.stores = found
         track.decide(layer, before, after, last=layer == ladder.arch.num_layers)
 
 
-def _through(track: Track, step: Step, ladder: Ladder, layer: int) -> Tensor:
+def _through(track: Track, step: Step, ladder: Ladder, layer: int) -> tuple[Tensor, Sequence[PassStore]]:
+    """The stores of the track are not changed: other tracks may go on from them."""
     count = sequences_at_once(step.width)
-    rows = zip(track.h.split(count), track.left.split(count), strict=True)
-    return torch.cat([ladder.block(layer - 1, left)(h, step, PassStore(ladder.arch)) for h, left in rows])
+    parts = list(zip(track.h.split(count), track.left.split(count), strict=True))
+    stores = [store.copy() for store in track.stores] or [PassStore(ladder.arch) for _ in parts]
+    rows = zip(parts, stores, strict=True)
+    return torch.cat([ladder.block(layer - 1, left)(h, step, store) for (h, left), store in rows]), stores
 
 
 def sequences_at_once(length: int) -> int:
