@@ -23,6 +23,8 @@ from .progress import Reporter, SilentReporter
 from .river import River
 from .store import TensorInfo, TensorStore
 
+UNTRAINED = "This bundle was converted without the training that its method needs; its answers will be poor."
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -66,6 +68,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "fp16" and device.type == "cpu":
         raise UsageError("fp16 is many times slower than bf16 on a CPU", "use --dtype bf16 or fp32")
     return dtypes[name]
+
+
+def refuse_exits(bundle: Bundle, options: SessionOptions) -> None:
+    """Raise UsageError where an option is set that only River bundles have."""
+    given = {"--tau": options.tau is not None, "--resident": options.resident is not None}
+    given |= {"--prefill dense": options.prefill != "exit", "--gpu-memory": options.gpu_memory is not None}
+    wrong = [flag for flag, asked in given.items() if asked]
+    if wrong:
+        names = ", ".join(method.name for method in bundle.manifest.methods)
+        raise UsageError(f"{wrong[0]} is for generating with River bundles; {bundle.path} is {names}", "Leave it out.")
 
 
 def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> River:

@@ -5,19 +5,16 @@ Knows the methods and their loaders; computes nothing.
 
 from collections.abc import Sequence
 
-from ..errors import UsageError
 from .bundle import Bundle
 from .dense import Dense
 from .exit_layers import LazyBlocks
 from .generate import Model
-from .loading import load_block, load_frame, load_river, resolve_device, resolve_dtype
+from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_exits, resolve_device, resolve_dtype
 from .methods import River
 from .options import SessionOptions
 from .progress import Reporter, SilentReporter
 from .self_check import compare, run_dense_check, run_river_check
 from .text import Tokenizer
-
-UNTRAINED = "This bundle was converted without the training that its method needs; its answers will be poor."
 
 
 def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> Model:
@@ -35,7 +32,7 @@ def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
 
 def load_dense(bundle: Bundle, options: SessionOptions) -> Dense:
     """Make the backbone alone, with R-CLA's map where the bundle has one. Blocks are read as they are first needed."""
-    _refuse_exits(bundle, options)
+    refuse_exits(bundle, options)
     arch, store = bundle.architecture, bundle.backbone
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -55,12 +52,3 @@ def self_check(bundle: Bundle) -> Sequence[str]:
     everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
     options = SessionOptions(device="cpu", resident=everything, cache_dir=bundle.cache_dir)
     return compare(recorded, run_river_check(load_river(bundle, options), tokenizer))
-
-
-def _refuse_exits(bundle: Bundle, options: SessionOptions) -> None:
-    given = {"--tau": options.tau is not None, "--resident": options.resident is not None}
-    given |= {"--prefill dense": options.prefill != "exit", "--gpu-memory": options.gpu_memory is not None}
-    wrong = [flag for flag, asked in given.items() if asked]
-    if wrong:
-        names = ", ".join(method.name for method in bundle.manifest.methods)
-        raise UsageError(f"{wrong[0]} is for River bundles; {bundle.path} is {names}", "Leave it out.")
