@@ -13,8 +13,9 @@ import torch
 from ..errors import UsageError
 from ..quant.layout import choose_group_size, packed_shapes
 from .architecture import Architecture
-from .bundle import BACKBONE, RIVER, Bundle
-from .methods import River
+from .bundle import ADAPTERS, BACKBONE, RIVER, Bundle
+from .manifest import Manifest
+from .methods import River, TwoDee
 
 _TWO_BYTES = 2  # 16-bit weights, keys and values
 _RUN_TIME_ONLY_ON_DEMAND = frozenset({"g_idx"})  # trivial in what this package writes; not kept in memory
@@ -48,7 +49,7 @@ def describe(bundle: Bundle, *, resident: int | None = None) -> dict[str, Any]:
         "methods": data["methods"],
         "base": data["base"],
         "family": architecture.family,
-        "layers": _layers(architecture, river, memory.resident),
+        "layers": _layers(architecture, manifest, memory.resident),
         "bytes": _bytes(bundle, architecture),
         "memory": asdict(memory),
         "backbone": manifest.backbone.mode,
@@ -113,7 +114,8 @@ def _packed_bytes(architecture: Architecture, river: River | None, index: int) -
     )
 
 
-def _layers(architecture: Architecture, river: River | None, resident: int) -> list[dict[str, Any]]:
+def _layers(architecture: Architecture, manifest: Manifest, resident: int) -> list[dict[str, Any]]:
+    river, classifiers = manifest.method(River), manifest.method(TwoDee)
     exits = set(river.exit_layers) if river else set()
     return [
         {
@@ -122,7 +124,7 @@ def _layers(architecture: Architecture, river: River | None, resident: int) -> l
             "exit_layer": layer in exits,
             "kv_source": architecture.kv_sources[layer - 1] + 1,
             "junction": None,
-            "adapter": None,
+            "adapter": classifiers.hidden if classifiers else None,
         }
         for layer in range(1, architecture.num_layers + 1)
     ]
@@ -130,7 +132,7 @@ def _layers(architecture: Architecture, river: River | None, resident: int) -> l
 
 def _bytes(bundle: Bundle, architecture: Architecture) -> dict[str, int]:
     parts = {"backbone": bundle.weight_bytes(BACKBONE), "river": bundle.weight_bytes(RIVER)}
-    parts |= {"junctions": bundle.weight_bytes("junctions"), "adapters": bundle.weight_bytes("adapters")}
+    parts |= {"junctions": bundle.weight_bytes("junctions"), "adapters": bundle.weight_bytes(ADAPTERS)}
     layer = 2 * architecture.num_kv_heads * architecture.head_dim * _TWO_BYTES
     return {
         **parts,

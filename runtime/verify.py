@@ -13,10 +13,11 @@ import torch
 
 from ..errors import AdaptError
 from ..quant.layout import choose_group_size, packed_shapes
+from .adapters import adapter_shapes
 from .architecture import Architecture
 from .bundle import Bundle, check_is_bundle
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
-from .methods import River
+from .methods import River, TwoDee
 from .progress import Reporter
 from .store import TensorStore
 
@@ -128,6 +129,10 @@ def _opened(
             part = "river"
             problems += _tensors(part, bundle.river, river_tensors(architecture, river))
             tensors += len(bundle.river.names())
+        if (classifiers := bundle.manifest.method(TwoDee)) is not None:
+            part = "adapters"
+            problems += _tensors(part, bundle.adapters, adapter_tensors(architecture, classifiers))
+            tensors += len(bundle.adapters.names())
         if self_check is not None and not problems:
             part = "self-check"
             problems += [Problem(part, what) for what in self_check(bundle)]
@@ -159,6 +164,17 @@ def river_tensors(architecture: Architecture, river: River) -> Expected:
             for suffix, (dtype, shape) in packed_shapes(N, K, size, river.float_zeros).items():
                 expected[f"{name.removesuffix('weight')}{suffix}"] = (frozenset({dtype}), shape)
     return expected
+
+
+def adapter_tensors(architecture: Architecture, settings: TwoDee) -> Expected:
+    """What the classifiers must hold: name -> (dtypes allowed, shape)."""
+    shapes = adapter_shapes(
+        architecture.num_layers,
+        inputs=architecture.hidden_size,
+        width=settings.hidden,
+        classes=len(settings.labels),
+    )
+    return {name: (frozenset({torch.float32}), shape) for name, shape in shapes.items()}
 
 
 def _tensors(part: str, store: TensorStore, expected: Expected) -> Iterator[Problem]:
