@@ -95,10 +95,11 @@ def cells(items: Iterable[Item]) -> NDArray[np.int64]:
     return np.array(parts, dtype=np.int64).reshape(-1, 2)
 
 
-def margins(probabilities: Array) -> tuple[NDArray[np.int64], Array]:
+def margins(probabilities: NDArray[np.floating]) -> tuple[NDArray[np.int64], Array]:
     """The most probable class of every row of [..., C], and how far it is ahead of the second (eq. 5)."""
-    first, second = np.moveaxis(-np.partition(-probabilities, 1, axis=-1)[..., :2], -1, 0)
-    return probabilities.argmax(-1), first - second
+    rows = probabilities.astype(np.float64)
+    top = np.partition(rows, -2, axis=-1)
+    return rows.argmax(-1), top[..., -1] - top[..., -2]
 
 
 @dataclass(frozen=True)
@@ -140,42 +141,37 @@ class Votes:
 
     def __init__(self, rule: Rule, classes: int) -> None:
         self._rule = rule
-        self._score = np.zeros(classes)
+        self._score = [0.0] * classes
         self._total = np.zeros(classes)  # of the probabilities of cells that counted
-        self._counted = 0
+        self._counted = self._operations = 0
         self._layers = self._sentences = 0
-        self.operations = 0
 
     def take(self, item: Item, probabilities: NDArray[np.floating]) -> Stop | None:
         """Count the cells of an item, probabilities [layers, sentences, C], one after the other; None: go on."""
-        classes = self._score.shape[0]
-        rows = np.asarray(probabilities, dtype=np.float64).swapaxes(0, 1).reshape(-1, classes)
-        labels, margin = margins(rows)
-        counts = margin > self._rule.tau_ignore
-        added = np.zeros((len(rows) + 1, classes))
-        added[0] = self._score
-        added[1:][counts, labels[counts]] = margin[counts]
-        running = added.cumsum(0)[1:]
-        above = running[np.arange(len(rows)), labels] > self._rule.tau_acc
-        end = int(above.argmax()) + 1 if above.any() else len(rows)
-        self._total += rows[:end][counts[:end]].sum(0)
-        self._counted += int(counts[:end].sum())
-        self.operations += end
-        self._sentences = max(self._sentences, item.first_sentence + 1 + (end - 1) // item.layers)
-        self._layers = max(self._layers, item.last_layer if end >= item.layers else item.first_layer + end)
-        self._score = running[-1]
-        if not above.any():
-            return None
-        sentence, layer = divmod(end - 1, item.layers)
-        return Stop(
-            label=int(labels[end - 1]),
-            operations=self.operations,
-            layer=item.first_layer + layer,
-            sentence=item.first_sentence + sentence,
-            layers=self._layers,
-            sentences=self._sentences,
-            scores=tuple((self._total / self._counted).tolist()),
-        )
+        labels, ahead = (found.T.tolist() for found in margins(probabilities))
+        for sentence in range(item.sentences):
+            for layer in range(item.layers):
+                label, margin = labels[sentence][layer], ahead[sentence][layer]
+                if margin > self._rule.tau_ignore:
+                    self._score[label] += margin
+                    self._total += probabilities[layer, sentence]
+                    self._counted += 1
+                self._operations += 1
+                if self._score[label] > self._rule.tau_acc:
+                    self._look(item, layer, sentence)
+                    return self._stop(item.first_layer + layer, item.first_sentence + sentence, label)
+        self._look(item, item.layers - 1, item.sentences - 1)
+        return None
+
+    def _look(self, item: Item, layer: int, sentence: int) -> None:
+        """Cells of the item were looked at, up to and with this one (counted within it)."""
+        deepest = item.last_layer if sentence else item.first_layer + layer + 1
+        self._layers = max(self._layers, deepest)
+        self._sentences = max(self._sentences, item.first_sentence + sentence + 1)
+
+    def _stop(self, layer: int, sentence: int, label: int) -> Stop:
+        scores = tuple((self._total / self._counted).tolist())
+        return Stop(label, self._operations, layer, sentence, self._layers, self._sentences, scores)
 
 
 @dataclass(frozen=True)

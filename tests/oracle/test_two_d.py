@@ -42,9 +42,9 @@ def adapters_for(layers: int, hidden: int) -> Adapters:
         return torch.randn(shape, generator=generator) * scale
 
     return Adapters(
-        random(layers, WIDTH, hidden, scale=0.15),
+        random(layers, WIDTH, hidden, scale=0.1) / torch.arange(1, layers + 1)[:, None, None],
         random(layers, WIDTH, scale=0.3),
-        random(layers, CLASSES, WIDTH, scale=0.4),
+        random(layers, CLASSES, WIDTH, scale=0.3),
         random(layers, CLASSES, scale=0.2),
     )
 
