@@ -20,6 +20,8 @@ from .loading import UNTRAINED, refuse_exits, resolve_device, resolve_dtype
 from .methods import River, TwoDee
 from .options import SessionOptions
 from .progress import Reporter
+from .schedule import Full
+from .self_check import TEXT
 from .store import TensorStore
 from .text import Tokenizer
 
@@ -51,6 +53,12 @@ def load_classifier(bundle: Bundle, options: SessionOptions, reporter: Reporter 
     decoder = load_frame(arch, bundle.backbone, blocks, device=device, dtype=dtype)
     prefix = document_reader(settings, Tokenizer.load(bundle.path)).prefix(settings.prompt)
     return Classifier(decoder, adapters, prefix=prefix, readout=settings.readout)
+
+
+def check_scores(classifier: Classifier, reader: DocumentReader) -> tuple[float, ...]:
+    """Return what the last layer's classifier gives for the self-check's text."""
+    (verdict,) = classifier.classify([reader.read(TEXT)], Full())
+    return verdict.scores
 
 
 def settings_of(bundle: Bundle) -> TwoDee:

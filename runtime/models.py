@@ -4,13 +4,15 @@ Knows the methods and their loaders; computes nothing.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .bundle import Bundle
+from .classify_loading import check_scores, document_reader, load_classifier
 from .dense import Dense
 from .exit_layers import LazyBlocks
 from .generate import Model
 from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_exits, resolve_device, resolve_dtype
-from .methods import River
+from .methods import River, TwoDee
 from .options import SessionOptions
 from .progress import Reporter, SilentReporter
 from .self_check import compare, run_dense_check, run_river_check
@@ -48,7 +50,12 @@ def self_check(bundle: Bundle) -> Sequence[str]:
     tokenizer = Tokenizer.load(bundle.path)
     options = SessionOptions(device="cpu", cache_dir=bundle.cache_dir)
     if bundle.manifest.method(River) is None:
-        return compare(recorded, run_dense_check(load_dense(bundle, options), tokenizer))
-    everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
-    options = SessionOptions(device="cpu", resident=everything, cache_dir=bundle.cache_dir)
-    return compare(recorded, run_river_check(load_river(bundle, options), tokenizer))
+        found = run_dense_check(load_dense(bundle, options), tokenizer)
+    else:
+        everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement
+        found = run_river_check(load_river(bundle, replace(options, resident=everything)), tokenizer)
+    settings = bundle.manifest.method(TwoDee)
+    if settings is not None:
+        scores = check_scores(load_classifier(bundle, options), document_reader(settings, tokenizer))
+        found = found.model_copy(update={"scores": scores})
+    return compare(recorded, found)

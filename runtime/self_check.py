@@ -26,6 +26,8 @@ TEXT = (
 PROMPT_SHARE = 0.5
 TOLERANCE = 0.02
 """Of the mean negative log-likelihood: wider than what other kernels round differently, narrower than any damage."""
+SCORE_TOLERANCE = 0.05
+"""Of a class's probability."""
 
 
 def run_river_check(model: River, tokenizer: Tokenizer) -> SelfCheck:
@@ -73,11 +75,15 @@ def self_check_ids(tokenizer: Tokenizer, max_positions: int) -> Tensor:
 def compare(recorded: SelfCheck, found: SelfCheck) -> Sequence[str]:
     """Return what differs, in words."""
     pairs = [("dense", recorded.dense_nll, found.dense_nll), ("river", recorded.river_nll, found.river_nll)]
-    return [
+    differing = [
         f"{name}: {now:.4f} nats a token, {then:.4f} when it was made"
         for name, then, now in pairs
         if then is not None and now is not None and abs(now - then) > TOLERANCE * max(then, 1.0)
     ]
+    if any(abs(now - then) > SCORE_TOLERANCE for now, then in zip(found.scores, recorded.scores, strict=False)):
+        said, scores = (", ".join(f"{score:.3f}" for score in check.scores) for check in (recorded, found))
+        differing.append(f"classifier: {scores}, {said} when it was made")
+    return differing
 
 
 def _uncached(model: River, ids: Tensor, *, dense: bool) -> float:
