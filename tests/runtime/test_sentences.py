@@ -14,8 +14,8 @@ CLUSTERS = ["👩‍👩‍👧", "🇰🇷", "👍🏽", "e\u0301", "각", "한
 PARTS = [
     *CLUSTERS, "\r", "\n", "\n\n", "\u2028", "\u200b", "\u00a0", " ", "   ", "\t", "\x1c", "\0", "a", "Word ", "word. ",
     "Dr. ", "U.S. ", "3.14 ", "...", "…", "?!", '"', "”", "“", "'", "(", ")", "」", "라고 ", "와요. ",
-    "좋아요.그런데 ", "ㅋㅋㅋ ", "ㅠㅠ", "。", "本", "か", "<br />", "<BR>", "<p>", "- ", ", ", "\ufeff", "\U000e0061", "\uff9e", ":) ",
-    "http://a.b/c?d=e ",
+    "좋아요.그런데 ", "ㅋㅋㅋ ", "ㅠㅠ", "。", "本", "か", "<br />", "<BR>", "<p>", "- ", ", ", "\ufeff", "\U000e0061",
+    "\uff9e", ":) ", "http://a.b/c?d=e ",
 ]  # fmt: skip
 mixed = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PARTS), max_size=60).map("".join))
 languages = st.sampled_from([None, "en", "ko", "ja", "zh", "de", "zz", "ko-KR", "pt_BR"])
@@ -158,7 +158,7 @@ def test_long_sentences_are_cut_where_a_clause_or_a_word_ends() -> None:
     assert {size(part) for part in parts} <= set(range(80, 101))
     assert [len(part) for part in split_sentences("x" * 1000, "en", least=10, most=300)] == [250] * 4
     family = "👩‍👩‍👧"
-    assert all(len(part) % len(family) == 0 for part in split_sentences(family * 300, least=10, most=301))
+    assert all(len(part) % len(family) == 0 for part in split_sentences(family * 299, least=10, most=301))
 
 
 @pytest.mark.parametrize(
