@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy, dropout
 
@@ -16,6 +18,7 @@ from ..runtime.adapters import Adapters
 from ..runtime.progress import Reporter
 from .features import Features
 
+Answers = NDArray[np.float32]
 BATCH_DOCUMENTS = 32
 _SMALLEST_SPREAD = 1e-3
 """Of the layer's mean standard deviation: a channel that never varies is not blown up."""
@@ -193,11 +196,12 @@ def running_means(x: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([part.cumsum(1) / torch.arange(1, part.shape[1] + 1)[:, None] for part in parts], 1)
 
 
-def probabilities(adapters: Adapters, features: Features, documents: range) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, document by document, probabilities of every sentence [L, m, C] and of their mean [L, C], float32."""
+def probabilities(adapters: Adapters, features: Features, documents: range) -> Iterator[tuple[Answers, Answers]]:
+    """Yield, document by document, probabilities of every sentence [L, m, C] and of their mean [L, C]."""
     for states, counts in features.pieces(documents):
         means = torch.stack([part.mean(0) for part in states.float().split(counts.tolist())])
         both = torch.cat([states.float(), means])
         asked = torch.stack([adapters.probabilities(layer, both[:, layer]) for layer in range(adapters.layers)])
         sentences, whole = asked.split([len(states), len(means)], 1)
-        yield from zip(sentences.split(counts.tolist(), 1), whole.unbind(1), strict=True)
+        for cells, mean in zip(sentences.split(counts.tolist(), 1), whole.unbind(1), strict=True):
+            yield cells.numpy(), mean.numpy()

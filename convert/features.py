@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import overload
 
 import torch
 from safetensors import safe_open
@@ -17,10 +18,11 @@ from ..runtime.architecture import Architecture
 from ..runtime.block import Block
 from ..runtime.cache import PassStore
 from ..runtime.decoder import Decoder
-from ..runtime.documents import Document
+from ..runtime.documents import Document, DocumentReader
 from ..runtime.packed import PackedStep, PackedStore
 from ..runtime.progress import Reporter
 from ..runtime.step import Step
+from .labelled import Text
 from .pace import Paced
 from .workspace import Workspace
 from .writer import write_piece
@@ -32,12 +34,30 @@ _ROWS = 2048
 _STATES, _COUNTS = "states", "counts"
 
 
+class TextDocuments(Sequence[Document]):
+    """Texts that are read as they are asked for."""
+
+    def __init__(self, reader: DocumentReader, texts: Sequence[Text]) -> None:
+        self._reader, self._texts = reader, texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self._reader.read(text) for text in self._texts[index]]
+        return self._reader.read(self._texts[index])
+
+
 @dataclass(frozen=True)
 class Encoder:
-    """Runs documents through blocks. `frame` embeds; `prefix` are tokens before every document, never pooled."""
+    """Runs documents through blocks. `prefix` are tokens before every document, never pooled."""
 
     frame: Decoder
-    blocks: Sequence[Block]
     prefix: tuple[int, ...] = ()
 
     @torch.inference_mode()
@@ -49,9 +69,9 @@ class Encoder:
         """
         packs = [_Pack(self.frame, self.prefix, chunk) for chunk in _chunks(documents, len(self.prefix))]
         sentences = sum(len(document.ends) for document in documents)
-        states = torch.empty(sentences, len(self.blocks), self.frame.arch.hidden_size, dtype=torch.bfloat16)
-        for layer in range(len(self.blocks)):
-            block = self.blocks[layer]
+        states = torch.empty(sentences, len(self.frame.blocks), self.frame.arch.hidden_size, dtype=torch.bfloat16)
+        for layer in range(len(self.frame.blocks)):
+            block = self.frame.blocks[layer]
             first = 0
             for pack in packs:
                 means = pack.through(block)

@@ -5,19 +5,20 @@ Algorithm 1 is simulated for a whole grid at once, in the order and with the cou
 Knows no tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..runtime.methods import Decision, FixedLayer
+from ..runtime.methods import Decision, FixedLayer, Thresholds
 from ..runtime.schedule import cells, margins, two_d
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Readout = Literal["mean", "last"]
+READOUTS: tuple[Readout, ...] = ("mean", "last")
 
 IGNORE: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ACCEPT: tuple[float, ...] = tuple(float(f"{tau:.4g}") for tau in np.geomspace(0.25, 220.0, 48))
@@ -31,6 +32,11 @@ class Judged:
     cells: NDArray[np.floating]
     whole: NDArray[np.floating]
     label: int
+
+    @classmethod
+    def of(cls, cells: NDArray[np.floating], mean: NDArray[np.floating], label: int, readout: Readout) -> "Judged":
+        """Return a row whose whole is read in this way; `mean` [L, C] is the answer on the mean of its sentences."""
+        return cls(cells, mean if readout == "mean" else cells[:, -1], label)
 
 
 @dataclass(frozen=True)
@@ -114,3 +120,38 @@ def surface(rows: Sequence[Judged], ignore: Sequence[float], accept: Sequence[fl
             for name in ("answers", "operations", "layers", "sentences")
         )
     )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What was found on the validation rows. `frontier` rises in work and in accuracy; `layers` are all of them."""
+
+    readout: Readout
+    frontier: tuple[Thresholds, ...]
+    layers: tuple[FixedLayer, ...]
+
+    @property
+    def full(self) -> FixedLayer:
+        """The whole document through all layers."""
+        return self.layers[-1]
+
+
+def measure(rows: Sequence[Judged], classes: int, readout: Readout) -> Curve:
+    """Run Algorithm 1 at every pair of the grid, and every layer with the whole document."""
+    runs = surface(rows, IGNORE, ACCEPT)
+    pairs = [(i, j) for i in range(len(IGNORE)) for j in range(len(ACCEPT))]
+
+    def point(i: int, j: int) -> Thresholds:
+        one = Runs(runs.answers[i, j], runs.operations[i, j], runs.layers[i, j], runs.sentences[i, j])
+        return Thresholds(tau_ignore=IGNORE[i], tau_acc=ACCEPT[j], **decision(one, rows, classes).model_dump())
+
+    return Curve(readout, pareto([point(i, j) for i, j in pairs]), fixed_layers(rows, classes))
+
+
+def pareto(points: Iterable[Thresholds]) -> tuple[Thresholds, ...]:
+    """Return the points that no other beats in accuracy at the same work or less, by rising work."""
+    kept: list[Thresholds] = []
+    for point in sorted(points, key=lambda point: (point.work, -point.accuracy)):
+        if not kept or point.accuracy > kept[-1].accuracy:
+            kept.append(point)
+    return tuple(kept)

@@ -1,0 +1,211 @@
+"""The 2D-EE recipe: plan, build, check.
+
+A bundle grows in a work folder: text files and backbone (and exit layers of a River bundle), the pooled states of all
+labelled rows, the classifiers, the thresholds found on the rows held back, a self-check through the runtime, and the
+manifest last. Every step may be killed and is taken up where it was. Knows the order of things.
+"""
+
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..errors import FormatError
+from ..runtime.adapters import Adapters
+from ..runtime.bundle import RIVER
+from ..runtime.classify import Classifier
+from ..runtime.classify_loading import check_scores, document_blocks
+from ..runtime.decoder import Decoder, load_frame
+from ..runtime.dense import Dense
+from ..runtime.documents import DocumentReader
+from ..runtime.loading import resolve_dtype
+from ..runtime.manifest import Backbone, Base, Manifest, SelfCheck
+from ..runtime.methods import LabelledRows, River, TwoDee
+from ..runtime.operating_point import best_accuracy, cheapest
+from ..runtime.progress import Reporter
+from ..runtime.self_check import run_dense_check
+from ..runtime.store import TensorStore, open_files
+from ..runtime.text import Tokenizer
+from .adapters import Fitting, fit, probabilities
+from .features import Encoder, Features, TextDocuments, write_features
+from .frontier import READOUTS, Curve, Judged, Readout, measure
+from .stream import of_tensor
+from .twodee_plan import ADAPTERS_FILE, Plan, plan
+from .workspace import Workspace
+from .writer import (
+    place_backbone,
+    place_bytes,
+    place_configs,
+    place_file,
+    place_safetensors,
+    place_text_files,
+    seal,
+    write_piece,
+)
+
+__all__ = ["Plan", "build", "plan"]
+
+_FITTED = "adapters-fitted.safetensors"
+
+
+def build(plan: Plan, reporter: Reporter) -> Path:
+    """Carry out a plan and return the bundle's path. Raises what the parts raise; the work folder then stays.
+
+    The same plan gives the same bytes on the same machine, however often it was interrupted.
+    """
+    request = plan.request
+    with Workspace(request.output, plan.fingerprint(), force=request.force, resume=request.resume) as work:
+        if work.resumed:
+            reporter.note(f"Resuming the unfinished work in {work.folder}.")
+        source = plan.source
+        place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
+        place_text_files(work, source.text_files())
+        backbone = place_backbone(work, plan.opened.backbone, reporter)
+        _place_exit_layers(work, plan, reporter)
+        return _Recipe(plan, work, reporter).finish(backbone)
+
+
+def _place_exit_layers(work: Workspace, plan: Plan, reporter: Reporter) -> None:
+    """Take a River bundle's files over as they are."""
+    bundle = plan.opened.bundle
+    if bundle is None or not (names := bundle.weight_files(RIVER)):
+        return
+    with reporter.task("Copy the exit layers", plan.river_bytes) as task:
+        for name in names:
+            place_file(work, name, bundle.path / name, task.advance, link=plan.request.backbone == "link")
+    index = f"{RIVER}.safetensors.index.json"
+    place_bytes(work, index, (bundle.path / index).read_bytes())
+
+
+class _Recipe:
+    """One conversion under way."""
+
+    def __init__(self, plan: Plan, work: Workspace, reporter: Reporter) -> None:
+        self._plan, self._work, self._reporter = plan, work, reporter
+        self._tokenizer = Tokenizer.load(work.bundle)
+        self._store: TensorStore = plan.source.store
+        settings = plan.settings
+        reader = DocumentReader(self._tokenizer, max_tokens=settings.max_tokens, language=settings.language)
+        self._prefix = reader.prefix(plan.prompt)
+        room = plan.arch.max_positions - len(self._prefix)
+        if room < 1:
+            raise FormatError(f"the prompt has {len(self._prefix)} tokens, the model {plan.arch.max_positions}")
+        reader.max_tokens = min(reader.max_tokens, room)
+        self._reader = reader
+
+    def finish(self, backbone: Backbone) -> Path:
+        features = self._features()
+        adapters = self._adapters(features)
+        curve = self._judge(adapters, features)
+        entries = [of_tensor(name, tensor) for name, tensor in adapters.tensors().items()]
+        place_safetensors(self._work, ADAPTERS_FILE, entries, lambda _: None)
+        check = self._self_check(adapters, curve.readout)
+        return seal(self._work, self._manifest(backbone, curve, check))
+
+    def _features(self) -> Features:
+        plan = self._plan
+        encoder = Encoder(self._frame(plan.dtype), tuple(self._prefix))
+        return write_features(self._work, encoder, TextDocuments(self._reader, plan.texts), self._reporter)
+
+    def _frame(self, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
+        """Return the blocks that documents run through, and the embedding before them."""
+        plan = self._plan
+        device = plan.opened.device if device is None else device
+        bundle = plan.opened.bundle
+        river = None if bundle is None else bundle.manifest.method(River)
+        exits = None if bundle is None or river is None else (bundle.river, river)
+        blocks = document_blocks(plan.arch, self._store, exits, device=device, dtype=dtype)
+        return load_frame(plan.arch, self._store, blocks, device=device, dtype=dtype)
+
+    def _adapters(self, features: Features) -> Adapters:
+        plan, settings = self._plan, self._plan.settings
+        if not self._work.has(_FITTED):
+            fitting = Fitting(
+                classes=len(plan.names),
+                hidden=settings.hidden,
+                epochs=settings.epochs,
+                learning_rate=settings.learning_rate or Fitting.learning_rate,
+                class_weights=plan.class_weights,
+                seed=settings.seed,
+            )
+            fitted = fit(features, plan.labels, len(plan.split.train), fitting, self._reporter)
+            self._reporter.note(f"Training ended after {fitted.epochs} of at most {settings.epochs} epochs.")
+            write_piece(self._work, _FITTED, fitted.adapters.tensors())
+        return Adapters.read(
+            open_files([self._work.piece(_FITTED)]),
+            plan.arch.num_layers,
+            inputs=plan.arch.hidden_size,
+            width=settings.hidden,
+            classes=len(plan.names),
+        )
+
+    def _judge(self, adapters: Adapters, features: Features) -> Curve:
+        """Measure on the rows held back, with each way to read a whole document; keep the better one."""
+        plan = self._plan
+        train = len(plan.split.train)
+        held = plan.split.validation.labels
+        asked = list(probabilities(adapters, features, range(train, train + len(held))))
+        with self._reporter.task("Look for thresholds", len(READOUTS)) as task:
+            curves: list[Curve] = []
+            for readout in READOUTS:
+                rows = [Judged.of(*answers, label, readout) for answers, label in zip(asked, held, strict=True)]
+                curves.append(measure(rows, len(plan.names), readout))
+                task.advance(1)
+        return max(curves, key=lambda curve: curve.full.accuracy)
+
+    def _self_check(self, adapters: Adapters, readout: Readout) -> SelfCheck:
+        """Run the self-check's text as `verify` does: on the CPU, in the default dtype."""
+        plan = self._plan
+        place = torch.device("cpu")
+        frame = self._frame(resolve_dtype("auto", place), place)
+        scores = check_scores(Classifier(frame, adapters, prefix=self._prefix, readout=readout), self._reader)
+        below = None if plan.opened.bundle is None else plan.opened.bundle.manifest.self_check
+        found = run_dense_check(Dense(frame), self._tokenizer) if below is None else below
+        return found.model_copy(update={"scores": scores})
+
+    def _manifest(self, backbone: Backbone, curve: Curve, check: SelfCheck) -> Manifest:
+        plan, below = self._plan, self._plan.opened.below
+        bundle = plan.opened.bundle
+        return Manifest(
+            required=(*below.required, "2dee"),
+            optional=below.optional,
+            base=Base(**asdict(plan.source.identity)),
+            methods=(*below.methods, self._method(curve)),
+            trained=below.trained,
+            backbone=backbone,
+            quality=None if bundle is None else bundle.manifest.quality,
+            self_check=check,
+            libraries={"adapt-llm": __version__, "torch": torch.__version__, "safetensors": version("safetensors")},
+        )
+
+    def _method(self, curve: Curve) -> TwoDee:
+        plan, settings, data = self._plan, self._plan.settings, self._plan.split.train
+        wanted = best_accuracy(curve.layers) - settings.max_drop
+        chosen, layer = cheapest(curve.frontier, wanted), cheapest(curve.layers, wanted) or curve.full
+        gains = chosen is not None and chosen.work < layer.work
+        if not gains:
+            self._reporter.note("Two dimensions gain nothing here: the bundle stops at a fixed layer by default.")
+        return TwoDee(
+            labels=plan.names,
+            hidden=settings.hidden,
+            blocks=plan.blocks,
+            prompt=plan.prompt,
+            language=settings.language,
+            least=self._reader.least,
+            most=self._reader.most,
+            max_tokens=self._reader.max_tokens,
+            readout=curve.readout,
+            max_drop=settings.max_drop,
+            use="2d" if gains else "1d",
+            frontier=curve.frontier,
+            one_d=curve.layers,
+            full=curve.full,
+            chosen=chosen,
+            chosen_one_d=layer,
+            data=LabelledRows(
+                name=data.name, sha256=data.sha256, rows=len(plan.texts), validation=len(plan.split.validation)
+            ),
+            class_weights=plan.class_weights,
+        )

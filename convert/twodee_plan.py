@@ -1,0 +1,259 @@
+"""What a 2D-EE conversion will do, before it does anything: inputs opened, rows read and split, sizes added up.
+
+Knows the request, the source and the rows; writes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import ceil
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from .. import __version__
+from ..errors import UsageError
+from ..runtime.architecture import Architecture
+from ..runtime.bundle import ADAPTERS, RIVER
+from ..runtime.methods import River
+from ..runtime.progress import Reporter
+from ..runtime.sentences import LEAST, MOST, split_sentences
+from .features import PIECE_DOCUMENTS
+from .labelled import LabelledData, Split, Text, class_weights, read_labelled, split, split_given
+from .opening import Opened, open_request
+from .preflight import check_disk, check_memory, human
+from .request import ConvertRequest
+from .source import Source
+from .twodee_request import TwoDeeSettings
+from .workspace import work_folder
+from .writer import hash_file
+
+ADAPTERS_FILE = f"{ADAPTERS}.safetensors"
+_PROGRAM_BYTES = 600 << 20
+"""What Python and torch hold before any model."""
+_SAMPLE = 100
+"""Texts looked at to estimate sizes."""
+_TOKEN_CHARACTERS = 4
+_NAMED_LABELS = 20
+"""More labels than this are not listed in the prompt."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that may start."""
+
+    request: ConvertRequest[TwoDeeSettings]
+    opened: Opened
+    split: Split
+
+    @property
+    def settings(self) -> TwoDeeSettings:
+        """What was asked for."""
+        return self.request.settings
+
+    @property
+    def source(self) -> Source:
+        """What is converted."""
+        return self.opened.source
+
+    @property
+    def arch(self) -> Architecture:
+        """Its geometry, with the map of an R-CLA bundle."""
+        return self.opened.arch
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Label names in order."""
+        return self.split.train.names
+
+    @property
+    def texts(self) -> tuple[Text, ...]:
+        """All texts: those that train, then those that judge."""
+        return self.split.train.texts + self.split.validation.texts
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Of `texts`."""
+        return self.split.train.labels + self.split.validation.labels
+
+    @property
+    def class_weights(self) -> tuple[float, ...]:
+        """What a label's rows weigh in training; empty: all the same."""
+        return class_weights(self.split.train) if self.settings.class_weights else ()
+
+    @property
+    def prompt(self) -> str:
+        """What is read before every document."""
+        return default_prompt(self.names) if self.settings.prompt is None else self.settings.prompt
+
+    @property
+    def blocks(self) -> Literal["dense", "4bit"]:
+        """Which blocks documents run through: a River bundle's exit layers where there are any."""
+        return "4bit" if any(isinstance(method, River) for method in self.opened.below.methods) else "dense"
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """In which documents run: float32 on a CPU that has the memory (the fastest for many rows), else as asked."""
+        wide = self._weights(torch.float32.itemsize) < psutil.virtual_memory().total // 2
+        automatic = self.request.dtype == "auto" and self.opened.device.type == "cpu"
+        return torch.float32 if automatic and wide else self.opened.dtype
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all documents, estimated from their characters."""
+        longest = self.settings.max_tokens * _TOKEN_CHARACTERS
+        return sum(min(_length(text), longest) for text in self.texts) // _TOKEN_CHARACTERS
+
+    @cached_property
+    def sentences(self) -> int:
+        """Sentences of all documents, estimated from some."""
+        step = max(1, len(self.texts) // _SAMPLE)
+        some = list(islice(self.texts, 0, None, step))
+        longest = self.settings.max_tokens * _TOKEN_CHARACTERS
+        found = sum(
+            len(split_sentences(text[:longest], self.settings.language)) if isinstance(text, str) else len(text)
+            for text in some
+        )
+        return ceil(found * len(self.texts) / len(some))
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the pooled states, estimated."""
+        return self.sentences * self.arch.num_layers * self.arch.hidden_size * torch.bfloat16.itemsize
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the classifiers."""
+        hidden, width = self.arch.hidden_size, self.settings.hidden
+        return 4 * self.arch.num_layers * (width * (hidden + 1) + len(self.names) * (width + 1))
+
+    @property
+    def river_bytes(self) -> int:
+        """Bytes of exit layers taken over."""
+        return 0 if self.opened.bundle is None else self.opened.bundle.weight_bytes(RIVER)
+
+    @property
+    def disk(self) -> int:
+        """Bytes of disk needed: the bundle, and the pooled states until it is whole."""
+        return self.opened.backbone.disk + self.river_bytes + 2 * self.adapter_bytes + self.feature_bytes
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory at the peak, estimated; the pooled states are mapped and give way."""
+        tokens = self.tokens * PIECE_DOCUMENTS // len(self.texts) + 2048
+        running = self._weights(self.dtype.itemsize) + 8 * tokens * self.arch.intermediate_size * self.dtype.itemsize
+        return _PROGRAM_BYTES + max(running, 8 * self.adapter_bytes)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the result's bytes depend on, as JSON."""
+        validation = self.settings.validation
+        return {
+            **self.request.fingerprint(),
+            "source": self.source.fingerprint(),
+            "data": self.split.train.sha256,
+            "validation": None if validation is None else hash_file(validation).sha256,
+            "documents": {"dtype": str(self.dtype), "prompt": self.prompt, "least": LEAST, "most": MOST},
+            "programs": {"adapt-llm": __version__, "torch": torch.__version__},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan for scripts."""
+        train, validation = self.split.train, self.split.validation
+        return {
+            "source": {"id": self.source.identity.id, "revision": self.source.identity.revision},
+            "output": str(self.request.output),
+            "method": self.request.method,
+            "family": self.arch.family,
+            "num_layers": self.arch.num_layers,
+            "labels": dict(zip(self.names, zip(train.counts, validation.counts, strict=True), strict=True)),
+            "rows": {"train": len(train), "validation": len(validation), "skipped": train.skipped},
+            "tokens": self.tokens,
+            "prompt": self.prompt,
+            "blocks": self.blocks,
+            "bytes": {
+                "backbone": self.opened.backbone.nbytes,
+                "river": self.river_bytes,
+                "adapters": self.adapter_bytes,
+                "features": self.feature_bytes,
+            },
+            "disk_bytes": self.disk,
+            "memory_bytes": self.memory,
+            "device": str(self.opened.device),
+        }
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        arch, backbone = self.arch, self.opened.backbone
+        how = {"copy": "copied", "link": "hard-linked", "reference": "left in the Hub cache"}[backbone.mode]
+        train, validation = self.split.train, self.split.validation
+        counts = ", ".join(
+            f"{name} {a} + {b}" for name, a, b in zip(self.names, train.counts, validation.counts, strict=True)
+        )
+        frozen = "4-bit blocks" if self.blocks == "4bit" else "frozen blocks"
+        return [
+            f"Source       {self.source.identity.id} ({arch.family}, {arch.num_layers} blocks)",
+            f"Output       {self.request.output}",
+            f"Backbone     {human(backbone.nbytes)}, {'rewritten' if backbone.entries else how}",
+            f"Rows         {len(train)} to train on + {len(validation)} to choose thresholds on: {counts}",
+            f"Classifiers  one behind each of {arch.num_layers} {frozen}: {human(self.adapter_bytes)}",
+            f"Work         about {self.tokens:,} tokens through the model once, {human(self.feature_bytes)} of states",
+            f"Needs        {human(self.disk)} of disk, about {human(self.memory)} of memory, on {self.opened.device}",
+        ]
+
+    def _weights(self, itemsize: int) -> int:
+        arch = self.arch
+        blocks = sum(torch.Size(shape).numel() for shape in arch.tensors().values())
+        return itemsize * blocks
+
+
+def default_prompt(names: Sequence[str]) -> str:
+    """Name the labels, so that the states of a text are about them."""
+    if len(names) > _NAMED_LABELS:
+        return "Classify the following text.\n\nText:\n"
+    return f"Classify the following text as {', '.join(names[:-1])} or {names[-1]}.\n\nText:\n"
+
+
+def _length(text: Text) -> int:
+    return len(text) if isinstance(text, str) else sum(map(len, text))
+
+
+def plan(request: ConvertRequest[TwoDeeSettings], reporter: Reporter) -> Plan:
+    """Open the inputs and check that the conversion can be done. Raises AdaptError of every kind; writes nothing."""
+    if request.untrained:
+        raise UsageError("--untrained is not for 2dee: its classifiers are what it is", "Leave it out.")
+    opened = open_request(request, reporter, stacks_on=("river", "rcla"))
+    made = Plan(request, opened, _split(request.settings, reporter))
+    if made.settings.max_tokens > opened.arch.max_positions:
+        what = f"--max-tokens {made.settings.max_tokens} is more than the model's {opened.arch.max_positions} positions"
+        raise UsageError(what, "The prompt needs some of them, too.")
+    check_memory(made.memory)
+    if not work_folder(request.output).is_dir():
+        check_disk(request.output, made.disk)
+    return made
+
+
+def _split(settings: TwoDeeSettings, reporter: Reporter) -> Split:
+    """Read the rows, and say which of them judge."""
+    if settings.data is None:
+        raise UsageError("2dee needs labelled rows", "Give them with --data rows.jsonl.")
+    data = _read(settings, settings.labels, reporter)
+    if settings.validation is None:
+        return split(data, settings.validation_share, settings.seed)
+    parts = split_given(data, _read(settings, data.names, reporter, validation=True))
+    if parts.dropped:
+        reporter.warn(f"{parts.dropped} rows of {data.name} are in {settings.validation.name} too and do not train.")
+    return parts
+
+
+def _read(
+    settings: TwoDeeSettings, labels: Sequence[str] | None, reporter: Reporter, *, validation: bool = False
+) -> LabelledData:
+    path = settings.validation if validation else settings.data
+    if path is None:
+        raise ValueError("no file to read")
+    data = read_labelled(path, text_field=settings.field, label_field=settings.label_field, labels=labels)
+    if data.skipped:
+        reporter.warn(f"{data.skipped} rows of {data.name} were left out; {data.first_skipped}.")
+    return data
