@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..errors import FormatError
-from .store import TensorStore
+from .store import TensorInfo, TensorStore
 
 DAMAGED = "Convert the model again, or fetch the bundle again."
 
@@ -101,5 +101,9 @@ def _check(store: TensorStore, expected: dict[str, tuple[int, ...]]) -> None:
             raise FormatError(f"The adapters {what} {min(found)}", DAMAGED)
     for name, shape in expected.items():
         info = store.info(name)
-        if info.shape != shape:
-            raise FormatError(f"{name} is {list(info.shape)}, not {list(shape)}", DAMAGED)
+        if info != TensorInfo(shape, torch.float32):
+            kinds = [
+                f"{str(dtype).removeprefix('torch.')} {list(size)}"
+                for dtype, size in ((info.dtype, info.shape), (torch.float32, shape))
+            ]
+            raise FormatError(f"{name} is {kinds[0]}, not {kinds[1]}", DAMAGED)

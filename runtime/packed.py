@@ -82,6 +82,7 @@ class SequenceCache:
 
     def __init__(self, decoder: Decoder, capacity: int, prefix: "SharedPrefix | None" = None) -> None:
         self._slots = decoder.arch.slots
+        self._last_reader = {slot: layer for layer, slot in enumerate(self._slots)}
         self._shape = (1, decoder.arch.num_kv_heads, capacity, decoder.arch.head_dim)
         self._dtype, self._device = decoder.dtype, decoder.device
         self._prefix = prefix
@@ -111,6 +112,12 @@ class SequenceCache:
         """The first `count` keys and values of a layer."""
         keys, values = self._kept[self._slots[layer]]
         return keys.narrow(2, 0, count), values.narrow(2, 0, count)
+
+    def release(self, layer: int) -> None:
+        """Let go of what only layers up to `layer` read: the sequence will not run through it again."""
+        slot = self._slots[layer]
+        if self._last_reader[slot] == layer:
+            self._kept.pop(slot, None)
 
     def _buffers(self, layer: int) -> tuple[Tensor, Tensor]:
         slot = self._slots[layer]

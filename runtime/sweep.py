@@ -44,7 +44,7 @@ class Flight:
         self.last: Tensor | None = None
         self._start = start
         self._sweeps = sweeps
-        self._upcoming: Sequence[Item] = next(sweeps)
+        self._upcoming, self._later = next(sweeps, ()), next(sweeps, ())
         self._states: Tensor | None = None  # [1, tokens so far, hidden], behind the deepest layer that all have run
         self._votes_due: list[NDArray[np.float32]] = []
 
@@ -63,6 +63,11 @@ class Flight:
         """The most rows that the next passage brings into one product."""
         return max(self._tokens(item)[1] for item in self._upcoming)
 
+    @property
+    def last_passage(self) -> bool:
+        """Whether no layer will be run again after this passage."""
+        return not self._later
+
     def begins(self, layer: int) -> Item | None:
         """The item that begins in `layer`, if one does in this passage."""
         if self.stop is not None:
@@ -71,7 +76,7 @@ class Flight:
 
     def advance(self) -> None:
         """The passage is over."""
-        self._upcoming = next(self._sweeps, ())
+        self._upcoming, self._later = self._later, next(self._sweeps, ())
 
     def step(self, item: Item, decoder: Decoder) -> Step:
         """The pass over the item's tokens."""
@@ -128,17 +133,17 @@ class Part(NamedTuple):
 class Pack:
     """The items running side by side between two changes of who takes part."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         self.parts = parts
         self.step = PackedStep([part.step for part in parts])
         self.store = PackedStore([part.flight.cache for part in parts])
         self.counts = [part.item.sentences for part in parts]
         sizes = [part.flight.sizes[part.item.first_sentence : part.item.last_sentence] for part in parts]
-        self._lengths = torch.tensor(list(chain.from_iterable(sizes)))
+        self._lengths = torch.tensor(list(chain.from_iterable(sizes)), device=device)
 
     def pooled(self, h: Tensor) -> Tensor:
         """Mean of each sentence's rows of h [1, R, hidden] -> [cells, hidden], float32."""
-        return torch.segment_reduce(h[0].float(), "mean", lengths=self._lengths.to(h.device), axis=0, unsafe=True)
+        return torch.segment_reduce(h[0].float(), "mean", lengths=self._lengths, axis=0, unsafe=True)
 
 
 class Sweep:
@@ -190,12 +195,14 @@ class Sweep:
         ]
         if not parts:
             return None, None
-        return Pack([part for part, _ in parts]), torch.cat([states for _, states in parts], 1)
+        return Pack([part for part, _ in parts], self._decoder.device), torch.cat([states for _, states in parts], 1)
 
     def _look(self, pack: Pack, h: Tensor, layer: int) -> None:
-        """Ask the classifiers of this layer, and keep what the last answer will be read from."""
+        """Keep count, ask the classifiers of this layer, and keep what the last answer will be read from."""
         for part, count in zip(pack.parts, pack.counts, strict=True):
             part.flight.cells += count
+            if part.flight.last_passage:
+                part.flight.cache.release(layer)
         answers, votes = layer == self._depth - 1, any(part.item.votes for part in pack.parts)
         if not answers and not votes:
             return
