@@ -14,14 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..runtime.architecture import Architecture
 from ..runtime.block import Block
 from ..runtime.cache import PassStore
 from ..runtime.decoder import Decoder
 from ..runtime.documents import Document, DocumentReader
 from ..runtime.packed import PackedStep, PackedStore
 from ..runtime.progress import Reporter
-from ..runtime.step import Step
 from .labelled import Text
 from .pace import Paced
 from .workspace import Workspace
@@ -86,7 +84,7 @@ class _Pack:
     def __init__(self, frame: Decoder, prefix: Sequence[int], documents: Sequence[Document]) -> None:
         ids = [(*prefix, *document.ids) for document in documents]
         self._step = PackedStep([frame.segment(0, len(row), len(row)) for row in ids])
-        self._store = PackedStore([_Rolling(frame.arch) for _ in ids])
+        self._store = PackedStore([PassStore(frame.arch) for _ in ids])
         self._h = frame.embed(torch.tensor([[token for row in ids for token in row]], device=frame.device))
         head = [len(prefix)] if prefix else []
         lengths = [[*head, *(end - start for start, end in pairwise((0, *document.ends)))] for document in documents]
@@ -98,19 +96,6 @@ class _Pack:
         self._h = block(self._h, self._step, self._store)
         means = torch.segment_reduce(self._h[0].float(), "mean", lengths=self._lengths, axis=0, unsafe=True)
         return means[self._is_sentence.to(means.device)]
-
-
-class _Rolling(PassStore):
-    """Keys and values of a pass, each kept until the last layer that reads it has run."""
-
-    def __init__(self, arch: Architecture) -> None:
-        super().__init__(arch)
-        self._last = {source: layer for layer, source in enumerate(arch.kv_sources)}
-
-    def store(self, step: Step, layer: int, k: Tensor, v: Tensor) -> None:
-        """See `KVStore.store`."""
-        self._kept = {kept: pair for kept, pair in self._kept.items() if self._last.get(kept, kept) >= layer}
-        super().store(step, layer, k, v)
 
 
 def _chunks(documents: Sequence[Document], extra: int) -> Iterator[list[Document]]:

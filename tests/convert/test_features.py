@@ -94,7 +94,7 @@ class Made(Features):
         generator = torch.Generator().manual_seed(0)
         self.counts = torch.tensor([1 + number % 3 for number in range(len(labels))])
         self.states = torch.randn(int(self.counts.sum()), layers, hidden, generator=generator)
-        self.states[:, 1:, 1] += 2.0 * (torch.tensor(labels).repeat_interleave(self.counts)[:, None] * 2 - 1)
+        self.states[:, 1:, 1] += 3.0 * (torch.tensor(labels).repeat_interleave(self.counts)[:, None] * 2 - 1)
         self.states = (self.states * torch.logspace(-1, 1, hidden) + 100).bfloat16()
         self.ends = self.counts.cumsum(0).tolist()
 
