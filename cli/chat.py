@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import AdaptError
+from ..errors import AdaptError, UsageError
 from ..runtime.progress import Reporter
 from . import failures, services
 from .chat_commands import Chat, execute, is_command
@@ -44,6 +44,9 @@ def command(
     Ctrl-D does. Lines that are piped in are turns, answered one after the other.
     """
     reporter = make_reporter(ctx.obj)
+    if services.twodee(bundle) is not None:
+        hint = "Label texts with `adapt run`, or talk to a bundle of another method"
+        raise UsageError(f"{bundle} classifies (2dee); it does not talk", hint)
     services.generation_options(choices)  # refuse impossible values before the model is loaded
     session = services.open_session(bundle, settings, reporter)
     conversation = session.chat(system, raw=raw)

@@ -41,8 +41,8 @@ def _text(data: bytes, name: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def single_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
-    """Return the one prompt. Text that is piped in comes before a prompt from the command line.
+def single_prompt(argument: str | None, option: str | None, file: Path | None, *, joined: bool = True) -> str:
+    """Return the one prompt. With `joined`, text that is piped in comes before a prompt from the command line.
 
     Raises UsageError when there is none, or more than one.
     """
@@ -54,7 +54,7 @@ def single_prompt(argument: str | None, option: str | None, file: Path | None) -
     if not given or given == [STDIN]:
         prompt = read_stdin() if given or piped() else ""
     else:
-        prompt = _joined(read_stdin() if piped() and not _is_stdin(file) else "", given[0])
+        prompt = _joined(read_stdin() if joined and piped() and not _is_stdin(file) else "", given[0])
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands over bytes of an argument
         raise UsageError("the prompt is not UTF-8 text", "Convert it, for example with iconv")
     if not prompt.strip():

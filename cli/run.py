@@ -1,6 +1,7 @@
-"""`adapt run`: one prompt, streamed to stdout; or many rows, from files to a file."""
+"""`adapt run`: an answer or a label for one text, on stdout; or for many rows, from files to a file."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,12 +9,16 @@ import typer
 
 from ..errors import UsageError
 from ..runtime.rows import Shard
+from . import services
+from .classification import CLASSIFICATION, GENERATION, Asked, choose, classification, refuse
 from .generation import Choices, Raw, Stats, System, sampling
 from .groups import Group
 from .options import ROWS, Force, Json, opening
-from .prompts import STDIN, single_prompt
-from .run_generate import Run, check_new
+from .prompts import STDIN, piped, single_prompt
+from .run_classify import Classify
+from .run_generate import Run
 from .run_rows import OnError, RowsRequest
+from .writing import check_new
 
 EXAMPLES = """\
   adapt run qwen-river "Write a haiku about rivers"
@@ -21,6 +26,8 @@ EXAMPLES = """\
   adapt run qwen-river -f prompt.txt --max-tokens 200 --temperature 0.7 --seed 1 --stats
   adapt run qwen-river -i questions.jsonl -o answers.jsonl --resume
   zcat big.jsonl.gz | adapt run qwen-river -i - --input-format jsonl --shard 1/4 -o part1.csv
+  cat reviews.txt | adapt run qwen-2dee                    # label<TAB>confidence, one for each line
+  adapt run qwen-2dee -i reviews.jsonl -o labels.csv --max-drop 0.04 --stats
 """
 
 MAX_TOKENS = 512
@@ -112,30 +119,70 @@ def command(
     stats: Stats = False,
     request: Annotated[RowsRequest, Group(rows_request)],
     choices: Annotated[Choices, Group(sampling)],
+    asked: Annotated[Asked, Group(classification)],
     settings: Annotated[dict[str, Any], Group(opening)],
     as_json: Json = False,
 ) -> None:
-    """Generate from a prompt, or from many rows.
+    """Generate from a prompt, or classify a text; or do so for many rows.
 
-    The prompt comes from the command line, a file or stdin; text that is piped in is put before a prompt from the
-    command line. The model's chat template is used where it has one, unless --raw. With -i, every row is answered by
-    itself, in order, and written at once.
+    What a bundle was made for decides: one with classifiers (2dee) gives a label and how sure it is, others generate.
+    The text comes from the command line, a file or stdin. With -i, every row is answered by itself, in order, and
+    written at once. To a bundle that classifies, lines piped in are rows.
     """
     path, texts = _bundle(model, bundle, words or [])
-    if choices.max_tokens is None:
-        choices = replace(choices, max_tokens=MAX_TOKENS)
-    run = Run(ctx.obj, path, settings, choices, system=system, raw=raw, stats=stats or ctx.obj.verbose)
+    source = Source(texts, prompt, file)
+    twodee = services.twodee(path)
+    if twodee is not None:
+        refuse(ctx, GENERATION, f"is for bundles that generate; {path} classifies (2dee)")
+        point = choose(twodee, asked)
+        run = Classify(ctx.obj, path, settings, point, asked.batch_size, stats or ctx.obj.verbose)
+        if not source and not request.inputs and piped():
+            request = replace(request, inputs=[STDIN], form=request.form or _form_of_lines(request, as_json=as_json))
+    else:
+        refuse(ctx, CLASSIFICATION, f"is for bundles that classify (2dee); {path} generates")
+        if choices.max_tokens is None:
+            choices = replace(choices, max_tokens=MAX_TOKENS)
+        run = Run(ctx.obj, path, settings, choices, system=system, raw=raw, stats=stats or ctx.obj.verbose)
     if request.inputs:
-        if prompt is not None or file is not None:
+        run.rows(source.rows(request, as_json=as_json))
+        return
+    text = source.single(request, joined=twodee is None)
+    as_json = as_json or request.form in {"json", "jsonl"}
+    if isinstance(run, Classify):
+        run.single(text, request.output, as_json=as_json)
+    else:
+        run.single(text, request.output, as_json=as_json, stream=not no_stream)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the command line says after the bundle: arguments, -p, -f."""
+
+    texts: Sequence[str]
+    prompt: str | None
+    file: Path | None
+
+    def __bool__(self) -> bool:
+        return bool(self.texts) or self.prompt is not None or self.file is not None
+
+    def rows(self, request: RowsRequest, *, as_json: bool) -> RowsRequest:
+        """Return the request with the files after -i. Raises UsageError for a prompt besides."""
+        if self.prompt is not None or self.file is not None:
             raise UsageError("-i brings its own prompts", "Leave out -p and -f")
         form = "jsonl" if as_json or request.form == "json" else request.form
-        run.rows(replace(request, inputs=[*request.inputs, *texts], form=form))
-        return
-    if len(texts) > 1:
-        raise UsageError("more than one argument after BUNDLE", "Put the prompt in quotes")
-    _check_single(request)
-    text = single_prompt(texts[0] if texts else None, prompt, file)
-    run.single(text, request.output, as_json=as_json or request.form in {"json", "jsonl"}, stream=not no_stream)
+        return replace(request, inputs=[*request.inputs, *self.texts], form=form)
+
+    def single(self, request: RowsRequest, *, joined: bool) -> str:
+        """Return the one text; `joined`: what is piped in goes before it. Raises UsageError."""
+        if len(self.texts) > 1:
+            raise UsageError("more than one argument after BUNDLE", "Put the prompt in quotes")
+        _check_single(request)
+        return single_prompt(self.texts[0] if self.texts else None, self.prompt, self.file, joined=joined)
+
+
+def _form_of_lines(request: RowsRequest, *, as_json: bool) -> str | None:
+    """Lines that are piped in give lines of label and confidence, unless a file's name or --json says otherwise."""
+    return None if as_json or request.output is not None else "text"
 
 
 def _bundle(model: str | None, bundle: str | None, words: list[str]) -> tuple[Path, list[str]]:
@@ -156,4 +203,4 @@ def _check_single(request: RowsRequest) -> None:
     wrong = [name for name, value in given.items() if value]
     if wrong:
         raise UsageError(f"{wrong[0]} is for many rows", "Give them with -i FILE, or -i - for stdin")
-    check_new(request)
+    check_new(request.output, force=request.force)

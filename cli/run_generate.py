@@ -4,14 +4,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
-from ..errors import UsageError
 from ..runtime.progress import Reporter
 from ..runtime.rows import Row
 from . import failures, services
@@ -21,6 +19,7 @@ from .console import make_reporter
 from .generation import Choices, figures, report, rounded
 from .run_rows import RowsJob, RowsRequest
 from .state import State
+from .writing import destination
 
 if TYPE_CHECKING:
     from ..runtime.session import Session
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("text", "tokens", "finish_reason", "mean_depth")
 """What a generated row has besides its own keys."""
-
-
-def check_new(request: RowsRequest) -> None:
-    """Refuse to write one answer over a file. Raises UsageError."""
-    output = request.output
-    if output is not None and output.exists() and output.stat().st_size and not request.force:
-        raise UsageError(f"{output} is there already", "Replace it with --force")
 
 
 @dataclass
@@ -91,7 +83,7 @@ class Run:
         options = services.generation_options(self.choices)
         session = self._open()
         answer = session.complete(prompt, options, system=self.system, raw=self.raw)
-        with _destination(output) as out:
+        with destination(output) as out:
             if as_json:
                 text = "".join(record.text for record in answer)
                 result = {"text": text, **figures(answer.stats)}
@@ -134,16 +126,6 @@ class Run:
     def _end(self, failed: int) -> None:
         if failed:
             raise typer.Exit(failures.SOME_ROWS_FAILED)
-
-
-@contextmanager
-def _destination(output: Path | None) -> Iterator[TextIO]:
-    if output is None:
-        yield sys.stdout
-        return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", encoding="utf-8", newline="\n") as stream:
-        yield stream
 
 
 def _write(answer: "TokenStream", out: TextIO, *, stream: bool) -> None:

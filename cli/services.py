@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.progress import Reporter
 from .generation import Choices
+from .text_classifier import TextClassifier
 
 if TYPE_CHECKING:
     from ..convert.recipes import Plan
     from ..convert.request import ConvertRequest
     from ..runtime.bundle import Bundle
     from ..runtime.conversation import GenerationOptions
+    from ..runtime.methods import TwoDee
+    from ..runtime.schedule import Mode
     from ..runtime.session import Session
+    from .classification import Point
+
+CPU_BATCH = 16
+"""Documents at once where nothing is said: on a CPU, and elsewhere."""
+GPU_BATCH = 64
 
 
 def describe(path: Path, *, resident: int | None, cache_dir: Path | None, reporter: Reporter) -> dict[str, Any]:
@@ -90,6 +98,69 @@ def open_session(path: Path, settings: Mapping[str, Any], reporter: Reporter) ->
     from ..runtime.session import open_session as open_bundle  # noqa: PLC0415 - torch, after the options were checked
 
     return open_bundle(path, options, reporter=reporter)
+
+
+def twodee(path: Path) -> "TwoDee | None":
+    """Return the settings of a bundle that classifies, None for one that generates. Reads the manifest alone."""
+    from ..runtime.bundle import check_is_bundle  # noqa: PLC0415
+    from ..runtime.manifest import MANIFEST_NAME, read_manifest  # noqa: PLC0415
+    from ..runtime.methods import TwoDee  # noqa: PLC0415
+
+    check_is_bundle(path)
+    return read_manifest(path / MANIFEST_NAME).method(TwoDee)
+
+
+def mode(point: "Point") -> "Mode":
+    """Return how documents run at an operating point."""
+    from ..runtime.schedule import Full, OneD, Rule, TwoD  # noqa: PLC0415
+
+    if point.thresholds is not None:
+        return TwoD(Rule(*point.thresholds))
+    return Full() if point.layer is None else OneD(point.layer)
+
+
+def open_classifier(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> TextClassifier:
+    """Open a bundle that classifies and load its model. `settings` are the fields of SessionOptions."""
+    from ..runtime.options import SessionOptions  # noqa: PLC0415
+
+    options = SessionOptions(**settings)
+    import torch  # noqa: PLC0415 - after the options were checked
+
+    from ..runtime.bundle import Bundle  # noqa: PLC0415
+    from ..runtime.classify_loading import document_reader, load_classifier, settings_of  # noqa: PLC0415
+    from ..runtime.text import Tokenizer  # noqa: PLC0415
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
+    stored = settings_of(bundle)
+    classifier = load_classifier(bundle, options, reporter)
+    at_once = CPU_BATCH if classifier.decoder.device.type == "cpu" else GPU_BATCH
+    return TextClassifier(
+        labels=stored.labels,
+        layers=classifier.layers,
+        batch_size=at_once,
+        reader=document_reader(stored, Tokenizer.load(path)),
+        classifier=classifier,
+    )
+
+
+def text_quality(
+    path: Path, text: str, settings: Mapping[str, Any], *, limit: int | None, reporter: Reporter
+) -> dict[str, Any]:
+    """Measure a bundle on a text; return the keys of `eval --text --json`. `settings` are fields of SessionOptions."""
+    from ..runtime.options import SessionOptions  # noqa: PLC0415
+
+    options = SessionOptions(**settings)
+    import torch  # noqa: PLC0415 - after the options were checked
+
+    from ..runtime.bundle import Bundle  # noqa: PLC0415
+    from ..runtime.text_quality import text_quality as measure  # noqa: PLC0415
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
+    return measure(bundle, text, options, limit=limit, reporter=reporter).to_dict()
 
 
 def generation_options(choices: Choices, *, row: int = 0) -> "GenerationOptions":

@@ -1,0 +1,198 @@
+"""How to classify, as the command line says it: options, and the operating point they choose.
+
+Knows a bundle's stored figures (`TwoDee`), no tensors: points become `runtime.schedule.Mode` in `services`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..errors import UsageError
+from .options import TWODEE
+
+if TYPE_CHECKING:
+    from ..runtime.methods import Decision, FixedLayer, Thresholds, TwoDee
+
+FITS = 1e-6
+"""Accuracies are stored to six digits."""
+
+GENERATION = (
+    *("max_tokens", "temperature", "greedy", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+    *("stop", "stop_token_id", "ignore_eos", "system", "raw", "no_stream"),
+    *("ctx_size", "gpu_memory", "resident", "offload", "tau", "prefill", "chat_template"),
+)
+"""Parameters of commands that mean nothing to a bundle that classifies."""
+CLASSIFICATION = ("threshold", "max_drop", "full", "one_d", "batch_size")
+"""Parameters of commands that mean nothing to a bundle that generates."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says about how to decide; nothing: as the bundle was made to."""
+
+    threshold: tuple[float, float] | None = None
+    max_drop: float | None = None
+    full: bool = False
+    one_d: bool = False
+    batch_size: int | None = None
+    """Documents at once; None: decided by the machine."""
+
+    def __post_init__(self) -> None:
+        given = {"--threshold": self.threshold is not None, "--max-drop": self.max_drop is not None}
+        given |= {"--full": self.full, "--one-d": self.one_d}
+        names = [name for name, said in given.items() if said]
+        if len(names) > 1 and names != ["--max-drop", "--one-d"]:
+            raise UsageError(f"{names[0]} and {names[1]} exclude each other", "Give one of them")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to decide. `expected`: what the validation rows gave for it, where it is a stored one."""
+
+    name: Literal["2d", "1d", "full"]
+    thresholds: tuple[float, float] | None = None
+    """tau_ignore, tau_acc; for 2d."""
+    layer: int | None = None
+    """For 1d, from 1."""
+    expected: "Decision | None" = None
+
+    def __str__(self) -> str:
+        if self.thresholds is not None:
+            return f"2D, thresholds {self.thresholds[0]:g},{self.thresholds[1]:g}"
+        return "all layers" if self.layer is None else f"1D, layer {self.layer}"
+
+
+def full(settings: "TwoDee") -> Point:
+    """Every document through every layer."""
+    return Point("full", expected=settings.full)
+
+
+def fixed(layer: "FixedLayer") -> Point:
+    """Every document through the same layers."""
+    return Point("1d", layer=layer.layer, expected=layer)
+
+
+def rule(thresholds: "Thresholds") -> Point:
+    """A stored point of the frontier."""
+    return Point("2d", (thresholds.tau_ignore, thresholds.tau_acc), expected=thresholds)
+
+
+def choose(settings: "TwoDee", asked: Asked) -> Point:
+    """Return the operating point. Raises UsageError where the bundle has none that fits."""
+    if asked.full:
+        return full(settings)
+    if asked.threshold is not None:
+        return Point("2d", asked.threshold, expected=_stored(settings.frontier, asked.threshold))
+    if asked.one_d:
+        return fixed(settings.chosen_one_d) if asked.max_drop is None else choose_one_d(settings, asked.max_drop)
+    if asked.max_drop is not None:
+        points = [*map(rule, settings.frontier), *map(fixed, settings.one_d)]
+        return _fastest(settings, points, asked.max_drop)
+    if settings.use == "2d" and settings.chosen is not None:
+        return rule(settings.chosen)
+    return fixed(settings.chosen_one_d)
+
+
+def choose_two_d(settings: "TwoDee", asked: Asked) -> Point | None:
+    """Return the thresholds to measure; None where the bundle has none at all."""
+    if asked.threshold is not None:
+        return choose(settings, asked)
+    if asked.max_drop is not None:
+        return _fastest(settings, map(rule, settings.frontier), asked.max_drop)
+    best = max(settings.frontier, key=lambda point: point.accuracy, default=None)
+    chosen = settings.chosen or best
+    return None if chosen is None else rule(chosen)
+
+
+def choose_one_d(settings: "TwoDee", max_drop: float | None) -> Point:
+    """Return the first layer that loses at most `max_drop`. Raises UsageError where there is none."""
+    if max_drop is None:
+        return fixed(settings.chosen_one_d)
+    return _fastest(settings, map(fixed, (*settings.one_d, settings.full)), max_drop)
+
+
+def _stored(frontier: Iterable["Thresholds"], asked: tuple[float, float]) -> "Thresholds | None":
+    return next((point for point in frontier if (point.tau_ignore, point.tau_acc) == asked), None)
+
+
+def _fastest(settings: "TwoDee", points: Iterable[Point], max_drop: float) -> Point:
+    known = [(point.expected, point) for point in points if point.expected is not None]
+    least = settings.full.accuracy - max_drop - FITS
+    fitting = [(expected.work, place) for place, (expected, _) in enumerate(known) if expected.accuracy >= least]
+    if fitting:
+        return known[min(fitting)[1]][1]
+    best = max((expected.accuracy for expected, _ in known), default=None)
+    what = f"no stored point loses at most {max_drop:g} of accuracy"
+    if best is None:
+        raise UsageError(what, "The bundle stores none; use --full")
+    raise UsageError(what, f"The best one loses {settings.full.accuracy - best:.4f}; or use --full")
+
+
+def _thresholds(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        ignore, accept = (float(part) for part in text.split(","))
+    except ValueError:
+        ignore = accept = -1.0
+    if not (0 <= ignore <= 1 and 0 <= accept < float("inf")):
+        hint = "Two numbers, for example 0.4,3.5: margins above the first count, and their sum decides above the second"
+        raise UsageError(f"--threshold {text} is not IGNORE,ACC", hint)
+    return ignore, accept
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 4096):
+        raise UsageError(f"--batch-size {text} is neither auto nor a number from 1 to 4096")
+    return int(text)
+
+
+def classification(
+    *,
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            "--threshold",
+            metavar="IGNORE,ACC",
+            rich_help_panel=TWODEE,
+            help="Margins above IGNORE count; their sum decides above ACC (default: the bundle's).",
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--max-drop",
+            min=0,
+            max=1,
+            metavar="X",
+            rich_help_panel=TWODEE,
+            help="The fastest stored point that loses at most X of accuracy (0.02: 2 %).",
+        ),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", rich_help_panel=TWODEE, help="Read everything, through every layer.")
+    ] = False,
+    one_d: Annotated[
+        bool, typer.Option("--one-d", rich_help_panel=TWODEE, help="Read everything, through a fixed number of layers.")
+    ] = False,
+    batch_size: Annotated[
+        str,
+        typer.Option(
+            "--batch-size", "-b", metavar="N|auto", rich_help_panel=TWODEE, help="Documents at once; labels stay."
+        ),
+    ] = "auto",
+) -> Asked:
+    """Read the options of classification."""
+    return Asked(_thresholds(threshold), max_drop, full, one_d, _batch_size(batch_size))
+
+
+def refuse(ctx: typer.Context, names: Sequence[str], reason: str) -> None:
+    """Raise UsageError for the first option among `names` that was said on the command line, or by a variable."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name or "")
+        if param.name in names and source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}:
+            raise UsageError(f"{max(param.opts, key=len)} {reason}", "Leave it out")

@@ -1,0 +1,551 @@
+"""`adapt run` on a bundle that classifies: lines, rows, options, order, memory, and inputs that pause."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+from adapt_llm.cli import services
+from adapt_llm.cli.answers import InOrder, OneByOne
+from adapt_llm.cli.classification import Asked, choose, choose_one_d, choose_two_d
+from adapt_llm.cli.rows_out import TextLines
+from adapt_llm.cli.run_classify import Rows, Totals
+from adapt_llm.cli.run_rows import RowsJob, RowsRequest
+from adapt_llm.errors import AdaptError, UsageError
+from adapt_llm.runtime.progress import SilentReporter
+from adapt_llm.runtime.rows import Row
+
+Invoke = Callable[..., tuple[int, str, str]]
+SCRIPT = Path(__file__).with_name("fake_classifier.py")
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fake_classifier", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def opened(fake: ModuleType) -> Any:
+    return fake.open_classifier(Path("b"), {}, None)
+
+
+@pytest.fixture
+def classify(adapt: Invoke, fake: ModuleType, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """`adapt`, with one fake classifier that a test can look into."""
+    for name, value in fake.PATCHES.items():
+        monkeypatch.setattr(services, name, value)
+    monkeypatch.setattr(services, "open_classifier", lambda *_: opened)
+    return adapt
+
+
+@pytest.fixture
+def command() -> list[str]:
+    return [sys.executable, str(SCRIPT), "run", "b"]
+
+
+def source(tmp_path: Path, text: str, name: str = "in.txt") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+SCORES = {"neg": 0.123457, "pos": 0.876543}
+LINES = "A good film. I liked it.\n\nbad bad bad\nFAIL\ngood good\n"
+LABELS = "pos\t0.876543\n\t\nneg\t0.876543\n\t\npos\t0.876543\n"
+
+
+# --- one text
+
+
+def test_one_text(classify: Invoke, tmp_path: Path) -> None:
+    line = "pos\t0.876543\n"
+    assert classify("run", "b", "a good one") == (0, line, "")
+    assert classify("run", "b", "-p", "a good one")[1] == line
+    assert classify("run", "b", "-f", source(tmp_path, "good\nbad\ngood\n"))[1] == line  # one text of three lines
+    assert classify("run", "b", "-", stdin="bad\ngood\ngood\n")[1] == line
+    out = tmp_path / "out.txt"
+    assert classify("run", "b", "good", "-o", out) == (0, "", "")
+    assert out.read_text("utf-8") == line
+    assert (
+        classify("run", "b", "good", "-o", out)[2] == f"adapt: error: {out} is there already. Replace it with --force\n"
+    )
+
+
+def test_one_text_as_json(classify: Invoke) -> None:
+    code, out, err = classify("run", "b", "bad. Bad? So bad.", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "label": "neg",
+        "confidence": 0.876543,
+        "scores": {"neg": 0.876543, "pos": 0.123457},
+        "layers": 3,
+        "sentences": 2,
+        "work": 0.5,
+        "truncated": False,
+    }
+    assert classify("run", "b", "bad. Bad? So bad.", "--format", "jsonl")[1] == out
+
+
+def test_a_text_given_leaves_stdin_alone(classify: Invoke) -> None:
+    """In `while read -r line; do adapt run B "$line"; done < FILE` the rest of the file is the loop's."""
+    assert classify("run", "b", "good", stdin="bad bad bad\n")[1] == "pos\t0.876543\n"
+
+
+def test_one_text_that_is_cut_says_so(classify: Invoke) -> None:
+    code, out, err = classify("run", "b", "good " * 51, "--stats")
+    assert (code, out) == (0, "pos\t0.876543\n")
+    assert err.splitlines() == [
+        "adapt: warning: the text is longer than the bundle reads; its end was left out",
+        "2D, thresholds 0.4,2: the rule decided; sentences 1 of 1, layers 2 of 6, work 0.333",
+    ]
+    assert json.loads(classify("run", "b", "good " * 51, "--json")[1])["truncated"] is True
+
+
+# --- lines piped in
+
+
+def test_a_label_for_each_line(classify: Invoke) -> None:
+    code, out, err = classify("run", "b", stdin=LINES)
+    assert (code, out) == (3, LABELS)
+    assert out.count("\n") == LINES.count("\n")
+    assert err.splitlines()[:2] == [
+        "adapt: warning: row 2: the line is empty",
+        "adapt: warning: row 4: the text has no token",
+    ]
+    assert err.splitlines()[2].startswith("5 rows, 2 failed, ")
+    assert err.splitlines()[2].endswith(" rows/s, mean layers 2.3, sentences 1.3, work 0.389")
+
+
+def test_lines_as_json_and_to_a_file(classify: Invoke, tmp_path: Path) -> None:
+    out = classify("run", "b", "--json", stdin="good\nbad\n")[1]
+    assert [json.loads(line)["label"] for line in out.splitlines()] == ["pos", "neg"]
+    path = tmp_path / "labels.csv"
+    assert classify("run", "b", "-o", path, stdin="good\n")[:2] == (0, "")
+    assert path.read_text("utf-8").splitlines() == [
+        "row,row_hash,label,confidence,scores,layers,sentences,work,truncated,error",
+        '1,770e607624d6,pos,0.876543,"{""neg"": 0.123457, ""pos"": 0.876543}",2,1,0.333333,false,',
+    ]
+    assert classify("run", "b", "--on-error", "skip", stdin=LINES)[1] == LABELS.replace("\t\n", "")
+    assert classify("run", "b", "--shard", "3/3", stdin=LINES)[1] == "neg\t0.876543\n"
+
+
+def test_no_lines_are_no_error(classify: Invoke) -> None:
+    assert classify("run", "b", stdin="") == (0, "", "0 rows\n")
+
+
+def test_lines_without_a_last_ending_and_with_odd_ones(classify: Invoke) -> None:
+    text = "\ufeffgood\r\nbad\u2028good bad\nbad 나쁘다 👎"
+    assert classify("run", "b", stdin=text)[1] == "pos\t0.876543\nneg\t0.876543\nneg\t0.876543\n"
+    assert classify("run", "b", stdin=b"good\n\xb3\xaa\n")[:2] == (3, "pos\t0.876543\n\t\n")
+
+
+# --- rows
+
+
+ROWS = """{"id": "a", "text": "good. Very good. The best. Good"}
+{"id": "b", "sentences": ["bad ", "worse"], "label": "pos"}
+not json
+{"text": "FAIL", "label": "pos", "layers": 3}
+{"messages": [{"role": "user", "content": "x"}]}
+{"text": "good"}
+"""
+
+
+def test_rows(classify: Invoke, opened: Any, tmp_path: Path) -> None:
+    code, out, err = classify("run", "b", "-i", source(tmp_path, ROWS, "in.jsonl"))
+    lines = [json.loads(line) for line in out.splitlines()]
+    for line in lines:
+        assert len(line.pop("row_hash")) == 12
+    assert code == 3
+    assert [line["row"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[0] == {
+        "id": "a",
+        "text": "good. Very good. The best. Good",
+        "row": 1,
+        "label": "pos",
+        "confidence": 0.876543,
+        "scores": SCORES,
+        "layers": 5,
+        "sentences": 2,
+        "work": round(5 * 2 / (6 * 4), 6),
+        "truncated": False,
+    }
+    assert (lines[1]["label"], lines[1]["sentences"], lines[1]["id"]) == ("neg", 2, "b")
+    assert ("bad ", "worse") in opened.reader.seen  # the sentences as they were given
+    assert lines[2] == {"row": 3, "error": "not JSON: Expecting value: line 1 column 1 (char 0)"}
+    assert lines[3] == {"text": "FAIL", "label": None, "layers": None, "row": 4, "error": "the text has no token"}
+    assert "messages" in lines[4]
+    assert lines[4]["error"].startswith("no key ")
+    assert lines[5]["label"] == "pos"
+    assert "`adapt eval` compares them" in err
+
+
+def test_truncated_rows_are_told_once(classify: Invoke, tmp_path: Path) -> None:
+    rows = source(tmp_path, f"good\n{'bad ' * 60}\n{'good ' * 70}\n")
+    code, out, err = classify("run", "b", "-i", rows)
+    assert (code, [json.loads(line)["truncated"] for line in out.splitlines()]) == (0, [False, True, True])
+    assert err.count("warning") == 1
+    assert "adapt: warning: 2 texts are longer than the bundle reads; their ends were left out\n" in err
+
+
+def test_classified_rows_can_be_classified_again(classify: Invoke, tmp_path: Path) -> None:
+    first = classify("run", "b", "-i", source(tmp_path, '{"text": "bad"}\n', "a.jsonl"))[1]
+    code, out, _ = classify("run", "b", "-i", source(tmp_path, first, "b.jsonl"))
+    assert (code, json.loads(out)["label"]) == (0, "neg")
+
+
+def test_field_and_tables(classify: Invoke, tmp_path: Path) -> None:
+    table = source(tmp_path, "id\treview\n1\tgood\n2\tbad\n", "in.tsv")
+    out = tmp_path / "out.tsv"
+    assert classify("run", "b", "-i", table, "--field", "review", "-o", out)[0] == 0
+    header, *lines = [line.split("\t") for line in out.read_text("utf-8").splitlines()]
+    assert header[:5] == ["id", "review", "row", "row_hash", "label"]
+    assert [line[4] for line in lines] == ["pos", "neg"]
+
+
+def test_on_error_fail_writes_what_comes_before(classify: Invoke, tmp_path: Path) -> None:
+    rows = source(tmp_path, "good " * 40 + "\nbad\nFAIL\ngood\n")
+    code, out, err = classify("run", "b", "-i", rows, "--on-error", "fail", "--format", "text")
+    assert (code, out) == (2, "pos\t0.876543\nneg\t0.876543\n")
+    assert err == "adapt: error: row 3: the text has no token. Mend it, or use --on-error record or skip\n"
+
+
+def test_lack_of_memory_is_not_a_rows_fault(classify: Invoke, tmp_path: Path) -> None:
+    assert classify("run", "b", "-i", source(tmp_path, "good\nFULL\n"))[0] == 5
+
+
+def test_stats(classify: Invoke, tmp_path: Path) -> None:
+    rows = source(tmp_path, "good. Good.\n" * 3 + "bad\n")
+    code, _, err = classify("run", "b", "-i", rows, "--stats", "-b", "3")
+    lines = err.splitlines()
+    assert code == 0
+    assert lines[0].startswith("4 rows, ")
+    assert lines[1:4] == ["2D, thresholds 0.4,2; 3 documents at once", "  layers", "       1         0.0%"]
+    assert lines[4:6] == ["       2  ▒▒    25.0%", "       3    ██  75.0%"]
+    assert lines[-1] == "memory 3.00 GiB"
+
+
+# --- the whole is the same however it is cut
+
+
+def test_pipe_file_shards_and_resume_agree(classify: Invoke, tmp_path: Path) -> None:
+    text = "".join(f"{'good ' * (n * 7 % 11)}{'bad ' * (n * 5 % 13)}x{n}\n" for n in range(60)) + "\nFAIL\n"
+    rows, out = source(tmp_path, text), tmp_path / "out.jsonl"
+    piped = [line.split("\t")[0] for line in classify("run", "b", stdin=text)[1].splitlines()]
+    assert classify("run", "b", "-i", rows, "-o", out)[0] == 3
+    whole = out.read_bytes()
+    labels = [json.loads(line).get("label", "") for line in whole.splitlines()]
+    assert labels == piped
+    assert {"pos", "neg", ""} == set(labels)
+    assert classify("run", "b", "-i", "-", stdin=text)[1].encode() == whole
+    parts = [classify("run", "b", "-i", rows, "--shard", f"{n}/3")[1].encode().splitlines() for n in (1, 2, 3)]
+    assert [part for some in zip(*[iter(x) for x in parts], strict=False) for part in some] == whole.splitlines()[:60]
+    for cut in (0, 1, 300, len(whole) // 2, len(whole) - 1):
+        out.write_bytes(whole[:cut])
+        assert classify("run", "b", "-i", rows, "-o", out, "--resume")[0] == 3
+        assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out.csv", "out.tsv"])
+def test_resume_of_every_form(classify: Invoke, tmp_path: Path, name: str) -> None:
+    rows, out = source(tmp_path, LINES * 4), tmp_path / name
+    classify("run", "b", "-i", rows, "-o", out)
+    whole = out.read_bytes()
+    out.write_bytes(whole[: len(whole) * 2 // 3])
+    code, _, err = classify("run", "b", "-i", rows, "-o", out, "--resume")
+    assert (code, out.read_bytes()) == (3, whole)
+    assert "20 rows, " in err
+    assert "8 failed" in err  # those of the first run too
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_batches_change_nothing(classify: Invoke, opened: Any, tmp_path: Path, size: int) -> None:
+    rows = source(tmp_path, "".join(f"{'good ' * (n % 9)}{'bad ' * (n % 4)}\n" for n in range(40)))
+    code, out, _ = classify("run", "b", "-i", rows, "--format", "text", "--batch-size", size)
+    assert code == 3
+    expected = ["" if n % 9 == n % 4 == 0 else "pos" if n % 9 >= n % 4 else "neg" for n in range(40)]
+    assert [line.split("\t")[0] for line in out.splitlines()] == expected
+    assert opened.classifier.most_at_once == min(size, 38)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("args", "mode"),
+    [
+        ([], "TwoD(rule=Rule(tau_ignore=0.4, tau_acc=2.0))"),
+        (["--full"], "Full()"),
+        (["--one-d"], "OneD(layer=4)"),
+        (["--one-d", "--max-drop", "0.03"], "OneD(layer=3)"),
+        (["--one_d", "--max_drop", "0"], "OneD(layer=6)"),
+        (["--max-drop", "0.04"], "TwoD(rule=Rule(tau_ignore=0.3, tau_acc=1.0))"),
+        (["--max-drop", "0"], "TwoD(rule=Rule(tau_ignore=0.5, tau_acc=3.0))"),
+        (["--threshold", "0.25,7"], "TwoD(rule=Rule(tau_ignore=0.25, tau_acc=7.0))"),
+    ],
+)
+def test_how_to_decide(classify: Invoke, opened: Any, args: list[str], mode: str) -> None:
+    assert classify("run", "b", "good", *args)[0] == 0
+    assert str(opened.classifier.modes) == f"[{mode}]"
+
+
+def test_a_bundle_that_is_faster_in_one_dimension(fake: ModuleType) -> None:
+    settings = fake.settings(use="1d", chosen=None, frontier=())
+    assert str(choose(settings, Asked())) == "1D, layer 4"
+    assert str(choose(settings, Asked(max_drop=0.03))) == "1D, layer 3"
+    assert choose_two_d(settings, Asked()) is None
+    assert str(choose_one_d(settings, None)) == "1D, layer 4"
+    with pytest.raises(UsageError, match=r"no stored point .* at most 0\.001 of accuracy\. The best one loses 0\.0100"):
+        choose(settings, Asked(max_drop=0.001))
+    best = choose_two_d(fake.settings(use="1d", chosen=None), Asked())
+    assert str(best) == "2D, thresholds 0.5,3"
+    assert str(choose_two_d(fake.settings(), Asked(max_drop=0.04))) == "2D, thresholds 0.3,1"
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--full", "--one-d"], "--full and --one-d exclude each other. Give one of them"),
+        (["--threshold", "0,1", "--max-drop", "0"], "--threshold and --max-drop exclude each other. Give one of them"),
+        (["--batch-size", "0"], "--batch-size 0 is neither auto nor a number from 1 to 4096"),
+        (["--temperature", "0"], "--temperature is for bundles that generate; b classifies (2dee). Leave it out"),
+        (["-n", "5"], "--max-new-tokens is for bundles that generate; b classifies (2dee). Leave it out"),
+        (["--tau", "0.5"], "--tau is for bundles that generate; b classifies (2dee). Leave it out"),
+        (["--system", "x"], "--system-prompt is for bundles that generate; b classifies (2dee). Leave it out"),
+        (["--resume"], "--resume is for many rows. Give them with -i FILE, or -i - for stdin"),
+    ],
+)
+def test_usage(classify: Invoke, args: list[str], line: str) -> None:
+    assert classify("run", "b", "good", *args) == (2, "", f"adapt: error: {line}\n")
+
+
+@pytest.mark.parametrize("text", ["", "1", "1,2,3", "a,b", "-0.1,1", "1.1,2", "0.1,inf", "nan,1"])
+def test_thresholds_that_are_none(classify: Invoke, text: str) -> None:
+    code, _, err = classify("run", "b", "good", "--threshold", text)
+    assert code == 2
+    assert err.startswith("adapt: error: --threshold")
+    assert " is not IGNORE,ACC. Two numbers, for example 0.4,3.5" in err
+
+
+@pytest.mark.parametrize("args", [["--full"], ["--one-d"], ["--threshold", "0,1"], ["--max-drop", "0"], ["-b", "4"]])
+def test_a_bundle_that_generates_refuses_them(adapt: Invoke, args: list[str]) -> None:
+    code, _, err = adapt("run", "b", "hi", *args)
+    assert code == 2
+    name = "--batch-size" if args[0] == "-b" else args[0]
+    assert err == f"adapt: error: {name} is for bundles that classify (2dee); b generates. Leave it out\n"
+
+
+def test_chat_with_a_classifier(classify: Invoke) -> None:
+    code, out, err = classify("chat", "b")
+    assert (code, out) == (2, "")
+    assert err.startswith("adapt: error: b classifies (2dee); it does not talk. ")
+
+
+# --- the seam
+
+
+def test_answers_are_written_in_order_and_at_once() -> None:
+    written: list[tuple[int, str]] = []
+    order = InOrder(lambda row, outcome: written.append((row.number, str(outcome))))
+    rows = [Row(1, "", content="a"), Row(2, "", error="no"), Row(3, "", content="b"), Row(4, "", error="no")]
+    asked: list[str] = []
+
+    class Late:
+        def read(self, row: Row) -> str:
+            return str(row.content)
+
+        def answer(self, items: Iterator[str | None]) -> Iterator[dict[str, object]]:
+            asked.extend(str(item) for item in items)  # all of them before the first answer
+            assert written == []
+            yield {"is": 1}
+            assert [number for number, _ in written] == [1, 2]
+            yield {"is": 3}
+
+    order.run(iter(rows), Late())
+    assert asked == ["a", "b"]
+    assert written == [(1, "{'is': 1}"), (2, "no"), (3, "{'is': 3}"), (4, "no")]
+    assert order.idle
+
+
+def test_a_row_that_fails_first_is_written_before_the_next_is_read() -> None:
+    written: list[int] = []
+    order = InOrder(lambda row, _: written.append(row.number))
+
+    def rows() -> Iterator[Row]:
+        yield Row(1, "", error="no")
+        assert written == [1]
+        yield Row(2, "", content="a")
+
+    order.run(rows(), OneByOne(lambda _: {}))
+    assert written == [1, 2]
+
+
+def test_an_error_of_reading_reaches_the_caller(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.csv"
+    os.mkfifo(fifo)
+    with subprocess.Popen([sys.executable, "-c", f"open({str(fifo)!r}, 'w').write('a,b\\n1,2\\n')"]):
+        request = RowsRequest([str(fifo)], output=tmp_path / "o.jsonl")
+        assert request.may_pause
+        job = RowsJob.prepare(request, ["x"], print)
+        with pytest.raises(UsageError, match="has no column"):
+            job.run(OneByOne(lambda _: {}), SilentReporter())
+
+
+def test_text_of_two_values() -> None:
+    form = TextLines(2)
+    row = Row(1, "")
+    assert form.encode(row, {"label": "a\tb\nc", "confidence": 0.5, "scores": {}}) == b"a\\tb\\nc\t0.5\n"
+    assert form.encode(row, {"label": None, "error": "x"}) == b"\t\n"
+    assert TextLines().encode(row, {"text": "a\tb", "tokens": 3}) == b"a\tb\n"
+
+
+def test_rows_that_cannot_be_answered_alone() -> None:
+    def broken(_: Row) -> dict[str, object]:
+        raise AdaptError("this one")
+
+    outcome = next(OneByOne(broken).answer(iter([None, Row(1, "", content="a")])))
+    assert isinstance(outcome, AdaptError)
+
+
+# --- memory
+
+
+def test_a_hundred_thousand_rows(fake: ModuleType, opened: Any, tmp_path: Path) -> None:
+    """Through the real path of rows. Sixty bytes kept of each row would be seen."""
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with rows.open("w", encoding="utf-8") as stream:
+        for n in range(100_000):
+            stream.write(f'{{"id": {n}, "text": "{"good" if n % 3 else "bad"} film. It ends."}}\n')
+    answers = Rows(opened, services.mode(choose(fake.settings(), Asked())), 16, Totals())
+    job = RowsJob.prepare(RowsRequest([str(rows)], out), ("label",), print)
+    memory: list[int] = []
+
+    class Watching:
+        def read(self, row: Row) -> Any:
+            if row.number in {5_000, 99_000}:
+                memory.append(psutil.Process().memory_info().rss)
+            return answers.read(row)
+
+        answer = staticmethod(answers.answer)
+
+    started = time.process_time()
+    summary = job.run(Watching(), SilentReporter())
+    assert time.process_time() - started < 20
+    assert (summary.rows, summary.failed) == (100_000, 0)
+    assert memory[1] - memory[0] < 6 * 2**20
+    with out.open(encoding="utf-8") as stream:
+        found = [(line["id"], line["label"]) for line in map(json.loads, stream)]
+    assert found == [(n, "pos" if n % 3 else "neg") for n in range(100_000)]
+
+
+# --- as another process
+
+
+def _wait(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert what()
+
+
+def test_lines_are_answered_as_they_come(command: list[str]) -> None:
+    with subprocess.Popen([*command, "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for lines, labels in (("good\n", ["pos"]), ("bad\n\n", ["neg", ""]), ("bad\nFAIL\ngood\n", ["neg", "", "pos"])):
+            process.stdin.write(lines.encode())
+            process.stdin.flush()  # the pipe stays open, and far fewer lines than a batch are there
+            assert [process.stdout.readline().decode().split("\t")[0] for _ in labels] == [
+                name.strip() for name in labels
+            ]
+        process.stdin.write(b"go")  # half a line is no line
+        process.stdin.flush()
+        process.stdin.write(b"od")
+        process.stdin.close()
+        assert process.stdout.read() == b"pos\t0.876543\n"
+    assert process.returncode == 3
+
+
+def test_tail_follows_a_file(command: list[str], tmp_path: Path) -> None:
+    log, out = source(tmp_path, "good\nbad\n", "log.txt"), tmp_path / "labels"
+    script = 'tail -n +1 -f "$0" | "$@" > "$OUT"'
+    environment = {**os.environ, "OUT": str(out)}
+    with subprocess.Popen(
+        ["bash", "-c", script, str(log), *command, "-q"], env=environment, start_new_session=True
+    ) as shell:
+        try:
+            _wait(lambda: out.exists() and out.read_bytes().count(b"\n") == 2)
+            with log.open("a") as stream:
+                stream.write("good\n")
+            _wait(lambda: out.read_text("utf-8") == "pos\t0.876543\nneg\t0.876543\npos\t0.876543\n")
+        finally:
+            os.killpg(shell.pid, signal.SIGTERM)
+
+
+def test_ctrl_c_while_waiting_for_a_line(command: list[str], tmp_path: Path) -> None:
+    """The thread that reads must not keep the program from ending, nor make Python complain."""
+    out = tmp_path / "out.jsonl"
+    args = [*command, "-i", "-", "-o", str(out)]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(b"good\n")
+        process.stdin.flush()
+        _wait(lambda: out.exists() and out.read_bytes().endswith(b"\n"))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b"stopped; 1 rows are written. Go on with --resume\n"
+
+
+def test_head_ends_it_quietly(command: list[str]) -> None:
+    line = " ".join([*command, "-q"])
+    script = f"yes good | {line} | head -2; echo ${{PIPESTATUS[1]}}"
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "pos\t0.876543\npos\t0.876543\n141\n"
+    assert run.stderr == ""
+
+
+def test_a_kill_loses_no_row_and_doubles_none(command: list[str], tmp_path: Path) -> None:
+    rows = source(tmp_path, "".join(f"{'good ' * (1 + n % 7)}{n}\n" for n in range(5_000)))
+    out = tmp_path / "out.jsonl"
+    args = [*command, "-q", "-i", str(rows), "-o", str(out)]
+    with subprocess.Popen(args, stdin=subprocess.DEVNULL) as process:
+        _wait(lambda: out.exists() and out.stat().st_size > 10_000)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < out.read_bytes().count(b"\n") < 5_000
+    subprocess.run([*args, "--resume"], stdin=subprocess.DEVNULL, check=True)
+    assert [json.loads(line)["row"] for line in out.read_text("utf-8").splitlines()] == list(range(1, 5_001))
+
+
+def test_an_error_of_usage_needs_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys; from adapt_llm.cli.app import app\n"
+        "code = app(['run', sys.argv[1], 'good', '--full'], standalone_mode=False)\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert run.stdout == "2 False\n"
+    assert "adapt.json" in run.stderr
