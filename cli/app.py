@@ -28,6 +28,7 @@ class Adapt(Program):
         "chat": "Hold a conversation in the terminal.",
         "inspect": "Show what is in a bundle.",
         "verify": "Check that a bundle is whole.",
+        "eval": "Measure what a bundle's answers are worth.",
         "export": "Write a bundle in a form that other programs load.",
         "help": "Help on a command, or on a topic: exit-codes, environment.",
     }
