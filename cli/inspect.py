@@ -53,6 +53,7 @@ def _page(bundle: Path, facts: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield method["name"]
         yield from _pairs(_settings(method))
+        yield from _retention(method.get("retention") or ())
     yield ""
     yield "layers"
     yield from layer_table(facts["layers"])
@@ -79,11 +80,33 @@ def _settings(method: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, value in method.items():
         if isinstance(value, Mapping) and "name" in value:
             shown.append((name, f"{value['name']}, {value.get('tokens')} tokens"))
+        elif name == "training" and value:
+            shown.append((name, _training(value)))
         elif name != "name" and isinstance(value, str | int | float) and not isinstance(value, bool):
             shown.append((name, str(value)))
         elif isinstance(value, bool):
             shown.append((name, "yes" if value else "no"))
     return [(name.replace("_", " "), text) for name, text in shown]
+
+
+def _training(training: Mapping[str, Any]) -> str:
+    """Say in one line how weights were trained."""
+    what = "all weights" if training.get("lora_rank") is None else f"LoRA of rank {training['lora_rank']}"
+    size = f"{training['sequences_per_step']} x {training['sequence_length']} tokens"
+    return f"{training['steps']} steps of {size} from {training['data']['name']}; {what}"
+
+
+def _retention(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Draw held-out perplexity by how many layers keep a cache."""
+    if not points:
+        return
+    yield ""
+    yield f"  {'held-out perplexity with a cache in':<36}{'as it came':>12}{'trained':>12}"
+    for point in points:
+        layers = len(point["kv_sources"])
+        figures = ["" if point[name] is None else f"{point[name]:.4g}" for name in ("source", "trained")]
+        name = f"{point['keepers']:>6} of {layers} layers ({point['keepers'] / layers:.0%})"
+        yield f"  {name:<36}" + "".join(f"{text:>12}" for text in figures)
 
 
 def _memory(memory: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -117,7 +140,9 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 def layer_table(layers: Sequence[Layer]) -> Iterator[str]:
     """Draw the layers, equal neighbours on one line."""
-    for what, group in groupby(layers, key=layer_text):
+    followed = {layer.get("kv_source") for layer in layers if layer.get("kv_source") != layer["index"]}
+    marked = [{**layer, "followed": layer["index"] in followed} for layer in layers]
+    for what, group in groupby(marked, key=layer_text):
         run = list(group)
         first, last = run[0]["index"], run[-1]["index"]
         name = str(first) if first == last else f"{first}-{last}"
@@ -130,6 +155,8 @@ def layer_text(layer: Layer) -> str:
     if layer.get("exit_layer"):
         parts.append("exit (4-bit)")
     source = layer.get("kv_source")
+    if layer.get("followed"):
+        parts.append("leader")
     if source not in {None, layer["index"]}:
         parts.append(f"keys and values of {source}")
     parts += [name for name in ("junction", "adapter") if layer.get(name)]

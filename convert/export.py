@@ -31,6 +31,7 @@ def export(bundle: Bundle, fmt: Format, output: Path, *, reporter: Reporter, for
 
     Raises UsageError (output in the way), UnsupportedError (the format cannot hold it), ResourceError (disk).
     """
+    _refuse_shared(bundle)
     if force:
         check_replaceable(output, [bundle.path, bundle.backbone_folder])
     river = _exportable(bundle) if fmt == "gptq" else None
@@ -42,6 +43,15 @@ def export(bundle: Bundle, fmt: Format, output: Path, *, reporter: Reporter, for
         else:
             _gptq(bundle, river, work, reporter)
         return work.publish()
+
+
+def _refuse_shared(bundle: Bundle) -> None:
+    """Other programs give every layer its own keys and values, for which an R-CLA bundle has no weights."""
+    sources = bundle.architecture.kv_sources
+    followers = sum(source != layer for layer, source in enumerate(sources))
+    if followers:
+        what = f"{followers} of {len(sources)} layers of {bundle.path} read another layer's cache"
+        raise UnsupportedError(f"{what}: no other program can run that", "Run it with adapt.")
 
 
 def _plain(bundle: Bundle, work: Workspace, reporter: Reporter) -> None:
