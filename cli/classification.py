@@ -151,43 +151,51 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
+Threshold = Annotated[
+    str | None,
+    typer.Option(
+        "--threshold",
+        metavar="IGNORE,ACC",
+        rich_help_panel=TWODEE,
+        help="Margins above IGNORE count; their sum decides above ACC (default: the bundle's).",
+    ),
+]
+MaxDrop = Annotated[
+    float | None,
+    typer.Option(
+        "--max-drop",
+        min=0,
+        max=1,
+        metavar="X",
+        rich_help_panel=TWODEE,
+        help="The fastest stored point that loses at most X of accuracy (0.02: 2 %).",
+    ),
+]
+BatchSize = Annotated[
+    str,
+    typer.Option("--batch-size", "-b", metavar="N|auto", rich_help_panel=TWODEE, help="Documents at once."),
+]
+
+
 def classification(
     *,
-    threshold: Annotated[
-        str | None,
-        typer.Option(
-            "--threshold",
-            metavar="IGNORE,ACC",
-            rich_help_panel=TWODEE,
-            help="Margins above IGNORE count; their sum decides above ACC (default: the bundle's).",
-        ),
-    ] = None,
-    max_drop: Annotated[
-        float | None,
-        typer.Option(
-            "--max-drop",
-            min=0,
-            max=1,
-            metavar="X",
-            rich_help_panel=TWODEE,
-            help="The fastest stored point that loses at most X of accuracy (0.02: 2 %).",
-        ),
-    ] = None,
+    threshold: Threshold = None,
+    max_drop: MaxDrop = None,
     full: Annotated[
         bool, typer.Option("--full", rich_help_panel=TWODEE, help="Read everything, through every layer.")
     ] = False,
     one_d: Annotated[
         bool, typer.Option("--one-d", rich_help_panel=TWODEE, help="Read everything, through a fixed number of layers.")
     ] = False,
-    batch_size: Annotated[
-        str,
-        typer.Option(
-            "--batch-size", "-b", metavar="N|auto", rich_help_panel=TWODEE, help="Documents at once; labels stay."
-        ),
-    ] = "auto",
+    batch_size: BatchSize = "auto",
 ) -> Asked:
     """Read the options of classification."""
     return Asked(_thresholds(threshold), max_drop, full, one_d, _batch_size(batch_size))
+
+
+def comparison(*, threshold: Threshold = None, max_drop: MaxDrop = None, batch_size: BatchSize = "auto") -> Asked:
+    """Read the options of a comparison of all ways to decide."""
+    return Asked(_thresholds(threshold), max_drop, batch_size=_batch_size(batch_size))
 
 
 def refuse(ctx: typer.Context, names: Sequence[str], reason: str) -> None:

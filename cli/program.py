@@ -118,7 +118,7 @@ class Program(TyperGroup):
         return code
 
     def _run(self, args: list[str]) -> int:
-        state = State()
+        state = State(args=tuple(args))
         try:
             with self.make_context(NAME, args, obj=state) as ctx:
                 self.invoke(ctx)

@@ -3,6 +3,7 @@
 torch comes in with these imports and with nothing else, so that help, completion and errors of usage do without.
 """
 
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from .generation import Choices
 from .text_classifier import TextClassifier
 
 if TYPE_CHECKING:
+    from ..convert.labelled import LabelledData
     from ..convert.recipes import Plan
     from ..convert.request import ConvertRequest
     from ..runtime.bundle import Bundle
@@ -161,6 +163,29 @@ def text_quality(
         torch.set_num_threads(options.threads)
     bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
     return measure(bundle, text, options, limit=limit, reporter=reporter).to_dict()
+
+
+def labelled(path: Path, field: str | None, label_field: str, labels: Sequence[str]) -> "LabelledData":
+    """Read labelled rows. Raises UsageError, FormatError; also for a label that is not among `labels`."""
+    from ..convert.labelled import read_labelled  # noqa: PLC0415
+
+    return read_labelled(path, text_field=field, label_field=label_field, labels=labels)
+
+
+def machine() -> dict[str, str]:
+    """Return what figures depend on: versions, processor, threads."""
+    import torch  # noqa: PLC0415
+
+    from .. import __version__  # noqa: PLC0415
+
+    cuda = torch.cuda.is_initialized()
+    return {
+        "adapt": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
+    }
 
 
 def generation_options(choices: Choices, *, row: int = 0) -> "GenerationOptions":

@@ -1,6 +1,7 @@
 """What the whole program knows while one command runs: how loud to be. Lives in `ctx.obj`; there are no globals."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,3 +18,5 @@ class State:
     quiet: bool = False
     progress: bool = True
     log_file: Path | None = None
+    args: Sequence[str] = ()
+    """The command line, without the program's name."""

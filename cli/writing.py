@@ -24,3 +24,11 @@ def destination(output: Path | None) -> Iterator[TextIO]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8", newline="\n") as stream:
         yield stream
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a small file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.tmp")
+    beside.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    beside.replace(path)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,11 +14,12 @@ from adapt_llm.cli import services
 from adapt_llm.cli.app import app
 
 SCRIPT = Path(__file__).with_name("fake_session.py")
+CLASSIFIER = Path(__file__).with_name("fake_classifier.py")
 Invoke = Callable[..., tuple[int, str, str]]
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fake_session", SCRIPT)
+def _load(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +30,7 @@ def _load() -> ModuleType:
 
 @pytest.fixture
 def fakes() -> ModuleType:
-    return _load()
+    return _load(SCRIPT)
 
 
 @pytest.fixture
@@ -50,3 +52,29 @@ def adapt(monkeypatch: pytest.MonkeyPatch, fakes: ModuleType) -> Invoke:
 def program() -> list[str]:
     """Return the beginning of a command line that runs the program in another process."""
     return [sys.executable, str(SCRIPT)]
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    """Return the module of the classifier without a model."""
+    return _load(CLASSIFIER)
+
+
+@pytest.fixture
+def opened(fake: ModuleType) -> Any:
+    return fake.open_classifier(Path("b"), {}, None)
+
+
+@pytest.fixture
+def classify(adapt: Invoke, fake: ModuleType, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """`adapt` with that classifier; `opened` is the one that it uses."""
+    for name, value in fake.PATCHES.items():
+        monkeypatch.setattr(services, name, value)
+    monkeypatch.setattr(services, "open_classifier", lambda *_: opened)
+    return adapt
+
+
+@pytest.fixture
+def classify_program() -> list[str]:
+    """Return `program` with that classifier."""
+    return [sys.executable, str(CLASSIFIER)]

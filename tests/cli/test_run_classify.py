@@ -1,6 +1,5 @@
 """`adapt run` on a bundle that classifies: lines, rows, options, order, memory, and inputs that pause."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -26,37 +25,6 @@ from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.rows import Row
 
 Invoke = Callable[..., tuple[int, str, str]]
-SCRIPT = Path(__file__).with_name("fake_classifier.py")
-
-
-@pytest.fixture
-def fake() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fake_classifier", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def opened(fake: ModuleType) -> Any:
-    return fake.open_classifier(Path("b"), {}, None)
-
-
-@pytest.fixture
-def classify(adapt: Invoke, fake: ModuleType, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """`adapt`, with one fake classifier that a test can look into."""
-    for name, value in fake.PATCHES.items():
-        monkeypatch.setattr(services, name, value)
-    monkeypatch.setattr(services, "open_classifier", lambda *_: opened)
-    return adapt
-
-
-@pytest.fixture
-def command() -> list[str]:
-    return [sys.executable, str(SCRIPT), "run", "b"]
 
 
 def source(tmp_path: Path, text: str, name: str = "in.txt") -> Path:
@@ -464,8 +432,10 @@ def _wait(what: Callable[[], bool]) -> None:
     assert what()
 
 
-def test_lines_are_answered_as_they_come(command: list[str]) -> None:
-    with subprocess.Popen([*command, "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def test_lines_are_answered_as_they_come(classify_program: list[str]) -> None:
+    with subprocess.Popen(
+        [*classify_program, "run", "b", "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for lines, labels in (("good\n", ["pos"]), ("bad\n\n", ["neg", ""]), ("bad\nFAIL\ngood\n", ["neg", "", "pos"])):
@@ -482,12 +452,12 @@ def test_lines_are_answered_as_they_come(command: list[str]) -> None:
     assert process.returncode == 3
 
 
-def test_tail_follows_a_file(command: list[str], tmp_path: Path) -> None:
+def test_tail_follows_a_file(classify_program: list[str], tmp_path: Path) -> None:
     log, out = source(tmp_path, "good\nbad\n", "log.txt"), tmp_path / "labels"
     script = 'tail -n +1 -f "$0" | "$@" > "$OUT"'
     environment = {**os.environ, "OUT": str(out)}
     with subprocess.Popen(
-        ["bash", "-c", script, str(log), *command, "-q"], env=environment, start_new_session=True
+        ["bash", "-c", script, str(log), *classify_program, "run", "b", "-q"], env=environment, start_new_session=True
     ) as shell:
         try:
             _wait(lambda: out.exists() and out.read_bytes().count(b"\n") == 2)
@@ -498,10 +468,10 @@ def test_tail_follows_a_file(command: list[str], tmp_path: Path) -> None:
             os.killpg(shell.pid, signal.SIGTERM)
 
 
-def test_ctrl_c_while_waiting_for_a_line(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_while_waiting_for_a_line(classify_program: list[str], tmp_path: Path) -> None:
     """The thread that reads must not keep the program from ending, nor make Python complain."""
     out = tmp_path / "out.jsonl"
-    args = [*command, "-i", "-", "-o", str(out)]
+    args = [*classify_program, "run", "b", "-i", "-", "-o", str(out)]
     with subprocess.Popen(args, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stderr is not None
@@ -513,18 +483,18 @@ def test_ctrl_c_while_waiting_for_a_line(command: list[str], tmp_path: Path) -> 
         assert process.stderr.read() == b"stopped; 1 rows are written. Go on with --resume\n"
 
 
-def test_head_ends_it_quietly(command: list[str]) -> None:
-    line = " ".join([*command, "-q"])
+def test_head_ends_it_quietly(classify_program: list[str]) -> None:
+    line = " ".join([*classify_program, "run", "b", "-q"])
     script = f"yes good | {line} | head -2; echo ${{PIPESTATUS[1]}}"
     run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "pos\t0.876543\npos\t0.876543\n141\n"
     assert run.stderr == ""
 
 
-def test_a_kill_loses_no_row_and_doubles_none(command: list[str], tmp_path: Path) -> None:
+def test_a_kill_loses_no_row_and_doubles_none(classify_program: list[str], tmp_path: Path) -> None:
     rows = source(tmp_path, "".join(f"{'good ' * (1 + n % 7)}{n}\n" for n in range(5_000)))
     out = tmp_path / "out.jsonl"
-    args = [*command, "-q", "-i", str(rows), "-o", str(out)]
+    args = [*classify_program, "run", "b", "-q", "-i", str(rows), "-o", str(out)]
     with subprocess.Popen(args, stdin=subprocess.DEVNULL) as process:
         _wait(lambda: out.exists() and out.stat().st_size > 10_000)
         process.kill()

@@ -1,0 +1,222 @@
+"""`adapt eval --labels`: what a bundle's labels are worth, and what stopping early costs and saves."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..errors import UsageError
+from ..runtime.progress import Reporter
+from . import plots, services
+from .classification import Asked, Point, choose_one_d, choose_two_d, full
+from .heat import Stops, heat_map, shades
+from .measure import Comparison, compare, spread
+from .text_classifier import TextClassifier
+from .writing import check_new, write_whole
+
+EXAMPLES = """\
+  adapt eval qwen-2dee --labels test.jsonl
+  adapt eval qwen-2dee --labels test.csv --label-field stars --max-drop 0.04 --limit 1000
+  adapt eval qwen-2dee --labels test.jsonl --report eval.md --plot stops.png
+  adapt eval qwen-2dee --labels test.jsonl --json | jq '.accuracy, .dense.accuracy'
+"""
+
+_FIGURES = (
+    *(("accuracy", "accuracy", ".4f"), ("macro-F1", "macro_f1", ".4f"), ("same as full", "same_as_dense", ".4f")),
+    *(("work", "work", ".3f"), ("mean layers", "mean_layers", ".1f"), ("mean sentences", "mean_sentences", ".1f")),
+    ("rows/s", "rows_per_s", ".4g"),
+)
+
+
+@dataclass(frozen=True)
+class LabelsRequest:
+    """Which rows, and what is written besides the page. `command` is what was typed."""
+
+    labels: Path
+    field: str | None = None
+    label_field: str = "label"
+    limit: int | None = None
+    report: Path | None = None
+    plot: Path | None = None
+    force: bool = False
+    command: str = "adapt eval"
+
+    def check(self) -> None:
+        """Raise UsageError for what can be known to fail before a model is loaded."""
+        for path in (self.report, self.plot):
+            check_new(path, force=self.force)
+        if self.plot is not None:
+            plots.check(self.plot)
+
+
+def evaluate_labels(
+    bundle: Path,
+    request: LabelsRequest,
+    settings: Mapping[str, Any],
+    asked: Asked,
+    *,
+    reporter: Reporter,
+    as_json: bool = False,
+) -> None:
+    """Measure and print. `settings` are the fields of SessionOptions. Raises UsageError, FormatError for bad rows."""
+    twodee = services.twodee(bundle)
+    if twodee is None:
+        raise UsageError(f"{bundle} generates; it has no labels", "Measure it with --text FILE")
+    request.check()
+    points: dict[str, Point] = {"dense": full(twodee), "one_d": choose_one_d(twodee, asked.max_drop)}
+    two_d = choose_two_d(twodee, asked)
+    points |= {} if two_d is None else {"two_d": two_d}
+    data = services.labelled(request.labels, request.field, request.label_field, twodee.labels)
+    if data.skipped:
+        reporter.warn(f"{data.skipped} rows have no text or no label and are left out; the first: {data.first_skipped}")
+    data = data.select(spread(len(data), request.limit))
+    classifier = services.open_classifier(bundle, settings, reporter)
+    batch_size = asked.batch_size or classifier.batch_size
+    found = compare(classifier, data.texts, data.labels, points, batch_size=batch_size, reporter=reporter)
+    if found.unreadable:
+        reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
+    result = summary(found, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
+    _publish(request, result, as_json=as_json)
+
+
+def summary(found: Comparison, classifier: TextClassifier, data: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of `eval --labels --json`. The figures at the top are 2D's; without thresholds 1D's."""
+    tallies = found.tallies
+    main, dense = tallies.get("two_d", tallies["one_d"]), tallies["dense"]
+    figures = {name: tally.figures(dense) for name, tally in tallies.items()}
+    return {
+        "rows": main.confusion.rows,
+        **main.figures(dense),
+        "margin": round(main.confusion.margin, 4),
+        "dense": figures["dense"],
+        "one_d": figures["one_d"],
+        "speedup": {"over_dense": main.speedup(dense), "over_one_d": main.speedup(tallies["one_d"])},
+        "labels": list(classifier.labels),
+        "layers": classifier.layers,
+        "batch_size": found.batch_size,
+        "truncated": found.truncated,
+        "unreadable": found.unreadable,
+        "data": dict(data),
+        "machine": services.machine(),
+    }
+
+
+def _publish(request: LabelsRequest, result: Mapping[str, Any], *, as_json: bool) -> None:
+    if request.plot is not None:
+        plots.save(request.plot, stops_of(result), result["layers"], title=result["data"]["bundle"])
+    if request.report is not None:
+        write_whole(request.report, "\n".join(report(request, result)) + "\n")
+    if as_json:
+        typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
+        return
+    width = shutil.get_terminal_size().columns
+    for line in page(result, width=width, marks=shades(sys.stdout.encoding)):
+        typer.echo(line.rstrip())
+
+
+def stops_of(result: Mapping[str, Any]) -> Stops:
+    """Return (sentences, layers) -> documents."""
+    return {(sentences, layers): count for sentences, layers, count in result["stops"]}
+
+
+def page(result: Mapping[str, Any], *, width: int, marks: str) -> Iterator[str]:
+    """Yield what people read: the comparison, the classes, where documents stopped."""
+    data = result["data"]
+    yield f"{data['bundle']} on {result['rows']} rows of {data['name']}, {result['batch_size']} at once"
+    yield ""
+    yield from aligned(comparison(result))
+    yield ""
+    yield from _remarks(result)
+    yield ""
+    yield from aligned(classes(result))
+    yield ""
+    yield "where documents stopped"
+    yield from heat_map(stops_of(result), result["layers"], width=width, marks=marks)
+
+
+def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"an accuracy here is known to within {result['margin']:.3f} (95 %)"
+    over = result["speedup"]["over_one_d"]
+    if result["point"]["name"] == "2d":
+        yield f"2D against 1D, chunk by chunk: {over['median']:.2f} x as fast ({over['min']:.2f} to {over['max']:.2f})"
+    if result["truncated"]:
+        yield f"{result['truncated']} texts are longer than the bundle reads; their ends were left out"
+
+
+def comparison(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table: the three ways side by side, each speed also against full."""
+    columns = {"full": result["dense"], "1D": result["one_d"]}
+    columns |= {"2D": result} if result["point"]["name"] == "2d" else {}
+    table = [["", *columns], ["", *(_point(column["point"], result["layers"]) for column in columns.values())]]
+    for name, key, form in _FIGURES:
+        table.append([name, *(format(column[key], form) for column in columns.values())])
+    full_speed = result["dense"]["rows_per_s"]
+    table.append(["speed of full", *(f"{column['rows_per_s'] / full_speed:.2f} x" for column in columns.values())])
+    return table
+
+
+def _point(point: Mapping[str, Any], layers: int) -> str:
+    if point["thresholds"] is not None:
+        return ",".join(f"{value:g}" for value in point["thresholds"])
+    return f"layer {point['layer'] or layers}"
+
+
+def classes(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return precision, recall and F1 of each class, and the answers that its rows got."""
+    table = [["label", "precision", "recall", "F1", "rows"]]
+    for name, figures in result["per_class"].items():
+        shares = ("-" if (value := figures[key]) is None else f"{value:.3f}" for key in ("precision", "recall", "f1"))
+        table.append([name, *shares, str(figures["rows"])])
+    return table
+
+
+def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table's lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = list(zip(row, widths, strict=True))
+        yield "   ".join([cells[0][0].ljust(cells[0][1]), *(cell.rjust(size) for cell, size in cells[1:])])
+
+
+def report(request: LabelsRequest, result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a Markdown page: the command, the machine, the tables, the confusion matrix, the map."""
+    data, machine = result["data"], result["machine"]
+    yield f"# {data['bundle']} on {data['name']}"
+    yield ""
+    yield f"`{request.command}`"
+    yield ""
+    yield f"{result['rows']} rows (sha256 of the file {data['sha256'][:16]}), {result['batch_size']} documents at once."
+    yield "Chunks of rows went through full, 1D and 2D in turn in one process; times include reading the texts."
+    yield "Nothing is random: there is no seed."
+    yield ""
+    yield ", ".join(f"{name} {value}" for name, value in machine.items()) + "."
+    yield ""
+    yield from _markdown(comparison(result))
+    yield ""
+    yield from _remarks(result)
+    yield ""
+    yield from _markdown(classes(result))
+    yield ""
+    yield "Rows by label (downwards) and answer (to the right):"
+    yield ""
+    names = result["labels"]
+    lines = ([name, *map(str, row)] for name, row in zip(names, result["confusion"], strict=True))
+    yield from _markdown([["", *names], *lines])
+    yield ""
+    yield "Where documents stopped:"
+    yield ""
+    yield "```"
+    yield from heat_map(stops_of(result), result["layers"])
+    yield "```"
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    first, *others = ([cell.replace("|", "\\|") for cell in row] for row in table)
+    yield f"| {' | '.join(first)} |"
+    yield f"|---{'|--:' * (len(first) - 1)}|"
+    yield from (f"| {' | '.join(row)} |" for row in others)

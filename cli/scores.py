@@ -1,0 +1,63 @@
+"""How good labels are: accuracy, precision, recall, F1. Pure Python; knows counts and nothing else."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Confusion:
+    """Rows by their label and by the answer they got: `counts[label][answer]`, both places in `names`."""
+
+    names: Sequence[str]
+    counts: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [[0] * len(self.names) for _ in self.names]
+
+    def add(self, label: int, answer: int) -> None:
+        """Count one row."""
+        self.counts[label][answer] += 1
+
+    @property
+    def rows(self) -> int:
+        """How many were counted."""
+        return sum(map(sum, self.counts))
+
+    @property
+    def accuracy(self) -> float:
+        """Share of rows whose answer is their label."""
+        return sum(self.counts[place][place] for place in range(len(self.names))) / self.rows
+
+    @property
+    def margin(self) -> float:
+        """Half the width of the accuracy's 95 % interval (normal approximation)."""
+        return 1.96 * (self.accuracy * (1 - self.accuracy) / self.rows) ** 0.5
+
+    @property
+    def macro_f1(self) -> float:
+        """Mean of the classes' F1; a class that is neither there nor answered does not count."""
+        found = [self._f1(place) for place in range(len(self.names))]
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known)
+
+    def per_class(self) -> Mapping[str, Mapping[str, float | None]]:
+        """Precision, recall and F1 of each class, None where nothing is divided by, and its rows."""
+        return {
+            name: {
+                "precision": self._share(place, self._answered(place)),
+                "recall": self._share(place, sum(self.counts[place])),
+                "f1": self._f1(place),
+                "rows": sum(self.counts[place]),
+            }
+            for place, name in enumerate(self.names)
+        }
+
+    def _answered(self, place: int) -> int:
+        return sum(row[place] for row in self.counts)
+
+    def _share(self, place: int, total: int) -> float | None:
+        return self.counts[place][place] / total if total else None
+
+    def _f1(self, place: int) -> float | None:
+        total = sum(self.counts[place]) + self._answered(place)
+        return 2 * self.counts[place][place] / total if total else None
