@@ -40,6 +40,8 @@ class Fitting:
     """Epochs without a layer that became better on the validation rows, after which training ends."""
     prefixes: float = 0.5
     """Weight of means over several sentences in the loss; the rest is single sentences'."""
+    samples: int = 4
+    """Of each kind that a document gives in one epoch, on average; a document with fewer sentences gives all."""
     seed: int = 0
 
 
@@ -147,7 +149,7 @@ class _Run:
         """See every training document once."""
         order = torch.randperm(len(self._train), generator=self._generator) + self._train.start
         for documents in order.split(BATCH_DOCUMENTS):
-            loss = self._loss(documents, self._fitting.dropout, self._fitting.smoothing).sum()
+            loss = self._loss(documents, training=True).sum()
             self._optimizer.zero_grad()
             loss.backward()
             self._optimizer.step()
@@ -156,7 +158,7 @@ class _Run:
     def keep_best(self, validation: range) -> None:
         """Keep the parameters of the layers that are better on the validation documents than ever before."""
         parts = [
-            self._loss(documents, 0.0, 0.0) * len(documents)
+            self._loss(documents, training=False) * len(documents)
             for documents in torch.arange(validation.start, validation.stop).split(BATCH_DOCUMENTS)
         ]
         losses = torch.stack(parts).sum(0) / len(validation)
@@ -171,23 +173,35 @@ class _Run:
         up, up_bias, down, down_bias = self._best
         return Adapters(*self._scale.fold(up, up_bias), down, down_bias)
 
-    def _loss(self, documents: Tensor, drop: float, smoothing: float) -> Tensor:
-        """Cross-entropy of every layer, [L]."""
+    def _loss(self, documents: Tensor, *, training: bool) -> Tensor:
+        """Cross-entropy of every layer, [L]; in training of some samples, with dropout."""
+        fitting = self._fitting
         states, counts = self._features.gather(documents.tolist())
         single = self._scale(states)
-        both = torch.cat([single, running_means(single, counts)], 1)
-        logits = self._stack.logits(both, drop)
-        targets = self._labels[documents].repeat_interleave(counts).repeat(2)
+        targets = self._labels[documents].repeat_interleave(counts)
+        if training:
+            odds = (self._fitting.samples / counts).repeat_interleave(counts)
+            some, others = (torch.rand(len(odds), generator=self._generator) < odds for _ in range(2))
+        else:
+            some = others = torch.ones_like(targets, dtype=torch.bool)
+        alone = self._cross_entropy(single[:, some], targets[some], training=training)
+        means = running_means(single, counts)[:, others]
+        share = self._fitting.prefixes
+        return (1 - share) * alone + share * self._cross_entropy(means, targets[others], training=training)
+
+    def _cross_entropy(self, x: Tensor, targets: Tensor, *, training: bool) -> Tensor:
+        """Mean over samples x [L, n, hidden] of one kind, [L]."""
+        fitting = self._fitting
+        logits = self._stack.logits(x, fitting.dropout if training else 0.0)
         layers, n, classes = logits.shape
         losses = cross_entropy(
             logits.reshape(-1, classes),
             targets.repeat(layers),
             weight=self._weights,
-            label_smoothing=smoothing,
+            label_smoothing=fitting.smoothing if training else 0.0,
             reduction="none",
-        ).view(layers, 2, n // 2)
-        share = self._fitting.prefixes
-        return losses[:, 0].mean(1) * (1 - share) + losses[:, 1].mean(1) * share
+        )
+        return losses.view(layers, n).mean(1)
 
 
 def running_means(x: Tensor, counts: Tensor) -> Tensor:

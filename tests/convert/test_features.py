@@ -109,7 +109,7 @@ class Made(Features):
 
 
 LABELS = [number % 2 for number in range(240)]
-FITTING = Fitting(classes=2, hidden=8, epochs=12, learning_rate=5e-3)
+FITTING = Fitting(classes=2, hidden=8, epochs=40, learning_rate=5e-3)
 
 
 def test_the_classifiers_find_what_is_there_to_be_found() -> None:
