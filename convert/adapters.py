@@ -175,7 +175,6 @@ class _Run:
 
     def _loss(self, documents: Tensor, *, training: bool) -> Tensor:
         """Cross-entropy of every layer, [L]; in training of some samples, with dropout."""
-        fitting = self._fitting
         states, counts = self._features.gather(documents.tolist())
         single = self._scale(states)
         targets = self._labels[documents].repeat_interleave(counts)
