@@ -10,6 +10,8 @@ from .methods import Decision, FixedLayer, Thresholds, TwoDee
 
 D = TypeVar("D", bound=Decision)
 
+ROUNDING = 2e-6  # a manifest keeps six digits, and 0.93 - 0.02 is more than 0.91
+
 
 def best_accuracy(layers: Iterable[FixedLayer]) -> float:
     """What a drop is measured from: the best accuracy of any layer with the whole document (eq. 6)."""
@@ -18,7 +20,7 @@ def best_accuracy(layers: Iterable[FixedLayer]) -> float:
 
 def cheapest(points: Iterable[D], accuracy: float) -> D | None:
     """Return the point with the least work among those of this accuracy or more; None where there is none."""
-    good = [point for point in points if point.accuracy >= accuracy]
+    good = [point for point in points if point.accuracy >= accuracy - ROUNDING]
     return min(good, key=lambda point: (point.work, -point.accuracy), default=None)
 
 
