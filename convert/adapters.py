@@ -95,7 +95,7 @@ class Stack:
             return torch.empty(*shape).uniform_(-bound, bound, generator=generator).requires_grad_()
 
         width = fitting.hidden
-        self.parameters = [
+        self.parameters: Sequence[Tensor] = [
             uniform(layers, width, inputs, fan=inputs),
             uniform(layers, width, fan=inputs),
             uniform(layers, fitting.classes, width, fan=width),

@@ -5,6 +5,7 @@ labelled rows, the classifiers, the thresholds found on the rows held back, a se
 manifest last. Every step may be killed and is taken up where it was. Knows the order of things.
 """
 
+import shutil
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from .. import __version__
 from ..errors import FormatError
 from ..runtime.adapters import Adapters
-from ..runtime.bundle import RIVER
+from ..runtime.bundle import BACKBONE, RIVER
 from ..runtime.classify import Classifier
 from ..runtime.classify_loading import check_scores, document_blocks
 from ..runtime.decoder import Decoder, load_frame
@@ -22,7 +23,7 @@ from ..runtime.dense import Dense
 from ..runtime.documents import DocumentReader
 from ..runtime.loading import resolve_dtype
 from ..runtime.manifest import Backbone, Base, Manifest, SelfCheck
-from ..runtime.methods import LabelledRows, River, TwoDee
+from ..runtime.methods import LabelledRows, River, TextUsed, TrainingRun, TwoDee
 from ..runtime.operating_point import best_accuracy, cheapest
 from ..runtime.progress import Reporter
 from ..runtime.self_check import run_dense_check
@@ -31,7 +32,9 @@ from ..runtime.text import Tokenizer
 from .adapters import Fitting, fit, probabilities
 from .features import Encoder, Features, TextDocuments, write_features
 from .frontier import READOUTS, Curve, Judged, Readout, measure
-from .stream import of_tensor
+from .stream import Entry, HashingFile, lazy, of_tensor, read_entries, write_safetensors
+from .training import train
+from .twodee_lora import EPOCHS, TOKENS_A_PASS, Classified, LabelledDocuments, PrefixLoss, keeps_activations
 from .twodee_plan import ADAPTERS_FILE, Plan, plan
 from .workspace import Workspace
 from .writer import (
@@ -40,6 +43,7 @@ from .writer import (
     place_configs,
     place_file,
     place_safetensors,
+    place_shards,
     place_text_files,
     seal,
     write_piece,
@@ -47,7 +51,7 @@ from .writer import (
 
 __all__ = ["Plan", "build", "plan"]
 
-_FITTED = "adapters-fitted.safetensors"
+_FITTED, _TUNED, _RUN = "adapters-fitted.safetensors", "tuned.safetensors", "training.json"
 
 
 def build(plan: Plan, reporter: Reporter) -> Path:
@@ -62,9 +66,8 @@ def build(plan: Plan, reporter: Reporter) -> Path:
         source = plan.source
         place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
         place_text_files(work, source.text_files())
-        backbone = place_backbone(work, plan.opened.backbone, reporter)
         _place_exit_layers(work, plan, reporter)
-        return _Recipe(plan, work, reporter).finish(backbone)
+        return _Recipe(plan, work, reporter).finish()
 
 
 def _place_exit_layers(work: Workspace, plan: Plan, reporter: Reporter) -> None:
@@ -95,7 +98,8 @@ class _Recipe:
         reader.max_tokens = min(reader.max_tokens, room)
         self._reader = reader
 
-    def finish(self, backbone: Backbone) -> Path:
+    def finish(self) -> Path:
+        backbone = self._backbone()
         features = self._features()
         adapters = self._adapters(features)
         curve = self._judge(adapters, features)
@@ -103,6 +107,57 @@ class _Recipe:
         place_safetensors(self._work, ADAPTERS_FILE, entries, lambda _: None)
         check = self._self_check(adapters, curve.readout)
         return seal(self._work, self._manifest(backbone, curve, check))
+
+    def _backbone(self) -> Backbone:
+        """Put the backbone into the bundle: as it came, or fine-tuned."""
+        plan, work = self._plan, self._work
+        if plan.settings.lora is None:
+            return place_backbone(work, plan.opened.backbone, self._reporter)
+        if not work.has(_TUNED):
+            model, tokens = self._tune()
+            work.write_note(_RUN, {"tokens": tokens})
+            with work.new_piece(_TUNED) as file:
+                write_safetensors(HashingFile(file), self._entries(model))
+        shutil.rmtree(work.folder / "training", ignore_errors=True)
+        self._store = open_files([work.piece(_TUNED)])
+        entries = read_entries(work.piece(_TUNED))
+        with self._reporter.task("Write the backbone", sum(entry.nbytes for entry in entries)) as task:
+            place_shards(work, BACKBONE, entries, task.advance)
+        return Backbone(mode="copy")
+
+    def _tune(self) -> tuple[Classified, int]:
+        """Fine-tune; return the model and the tokens it saw."""
+        plan, settings, rows = self._plan, self._plan.settings, self._plan.split.train
+        fitting = Fitting(classes=len(plan.names), hidden=settings.hidden, seed=settings.seed)
+        model = Classified(
+            plan.arch,
+            plan.source.store,
+            fitting,
+            device=plan.opened.device,
+            lora_settings=plan.lora,
+            frozen_dtype=plan.frozen_dtype,
+            checkpointing=not keeps_activations(plan.arch, TOKENS_A_PASS),
+        )
+        data = LabelledDocuments(TextDocuments(self._reader, rows.texts), rows.labels, self._prefix)
+        key = {"data": rows.sha256, "lora": settings.lora, "prompt": plan.prompt}
+        history = train(
+            model,
+            data,
+            plan.tuning,
+            PrefixLoss(plan.class_weights),
+            self._work.folder / "training",
+            reporter=self._reporter,
+            key=key,
+        )
+        return model, history.tokens
+
+    def _entries(self, model: Classified) -> list[Entry]:
+        """Every tensor in the dtype that it came in."""
+        store = self._plan.source.store
+        return [
+            lazy(name, store.info(name).dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+            for name, tensor in model.state().items()
+        ]
 
     def _features(self) -> Features:
         plan = self._plan
@@ -161,7 +216,8 @@ class _Recipe:
         place = torch.device("cpu")
         frame = self._frame(resolve_dtype("auto", place), place)
         scores = check_scores(Classifier(frame, adapters, prefix=self._prefix, readout=readout), self._reader)
-        below = None if plan.opened.bundle is None else plan.opened.bundle.manifest.self_check
+        bundle = plan.opened.bundle
+        below = None if bundle is None or plan.lora is not None else bundle.manifest.self_check
         found = run_dense_check(Dense(frame), self._tokenizer) if below is None else below
         return found.model_copy(update={"scores": scores})
 
@@ -175,7 +231,7 @@ class _Recipe:
             methods=(*below.methods, self._method(curve)),
             trained=below.trained,
             backbone=backbone,
-            quality=None if bundle is None else bundle.manifest.quality,
+            quality=None if bundle is None or plan.lora is not None else bundle.manifest.quality,
             self_check=check,
             libraries={"adapt-llm": __version__, "torch": torch.__version__, "safetensors": version("safetensors")},
         )
@@ -208,4 +264,21 @@ class _Recipe:
                 name=data.name, sha256=data.sha256, rows=len(plan.texts), validation=len(plan.split.validation)
             ),
             class_weights=plan.class_weights,
+            training=self._training_run(),
+        )
+
+    def _training_run(self) -> TrainingRun | None:
+        plan, rows = self._plan, self._plan.split.train
+        if plan.lora is None:
+            return None
+        tokens = self._work.read_note(_RUN)["tokens"]
+        return TrainingRun(
+            data=TextUsed(name=rows.name, sha256=rows.sha256, tokens=max(1, tokens // EPOCHS)),
+            steps=plan.tuning.steps,
+            tokens=tokens,
+            sequence_length=len(self._prefix) + self._reader.max_tokens,
+            sequences_per_step=plan.tuning.batch_size,
+            learning_rate=plan.tuning.learning_rate,
+            lora_rank=plan.lora.rank,
+            seed=plan.settings.seed,
         )

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from .. import __version__
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from ..runtime.architecture import Architecture
 from ..runtime.bundle import ADAPTERS, RIVER
 from ..runtime.methods import River
@@ -22,10 +22,13 @@ from ..runtime.progress import Reporter
 from ..runtime.sentences import LEAST, MOST, split_sentences
 from .features import PIECE_DOCUMENTS
 from .labelled import LabelledData, Split, Text, class_weights, read_labelled, split, split_given
+from .lora import LoraSettings
 from .opening import Opened, open_request
 from .preflight import check_disk, check_memory, human
 from .request import ConvertRequest
 from .source import Source
+from .training_settings import Precision, TrainingSettings
+from .twodee_lora import EPOCHS, lora_settings, training_settings
 from .twodee_request import TwoDeeSettings
 from .workspace import work_folder
 from .writer import hash_file
@@ -33,6 +36,8 @@ from .writer import hash_file
 ADAPTERS_FILE = f"{ADAPTERS}.safetensors"
 _PROGRAM_BYTES = 600 << 20
 """What Python and torch hold before any model."""
+_TUNING_BYTES = 4 << 30
+"""Activations, LoRA's matrices and their moments, about."""
 _SAMPLE = 100
 """Texts looked at to estimate sizes."""
 _TOKEN_CHARACTERS = 4
@@ -93,6 +98,24 @@ class Plan:
         """Which blocks documents run through: a River bundle's exit layers where there are any."""
         return "4bit" if any(isinstance(method, River) for method in self.opened.below.methods) else "dense"
 
+    @property
+    def lora(self) -> LoraSettings | None:
+        """How the backbone is fine-tuned; None: it stays as it is."""
+        rank = self.settings.lora
+        return None if rank is None else lora_settings(rank, self.settings.seed)
+
+    @property
+    def tuning(self) -> TrainingSettings:
+        """How long it is fine-tuned for, and with what."""
+        precision: Precision = "bf16" if self.frozen_dtype is torch.bfloat16 else "fp32"
+        return training_settings(len(self.split.train), self.settings.max_tokens, precision, self.settings.seed)
+
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """Of the weights that LoRA leaves alone, in memory."""
+        wide = self.request.dtype == "fp32" or (self.request.dtype == "auto" and self.opened.device.type == "cpu")
+        return torch.float32 if wide else torch.bfloat16
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """In which documents run: float32 on a CPU that has the memory (the fastest for many rows), else as asked."""
@@ -137,14 +160,16 @@ class Plan:
     @property
     def disk(self) -> int:
         """Bytes of disk needed: the bundle, and the pooled states until it is whole."""
-        return self.opened.backbone.disk + self.river_bytes + 2 * self.adapter_bytes + self.feature_bytes
+        backbone = self.opened.backbone.disk if self.lora is None else 2 * self.opened.backbone.nbytes
+        return backbone + self.river_bytes + 2 * self.adapter_bytes + self.feature_bytes
 
     @property
     def memory(self) -> int:
         """Bytes of memory at the peak, estimated; the pooled states are mapped and give way."""
         tokens = self.tokens * PIECE_DOCUMENTS // len(self.texts) + 2048
         running = self._weights(self.dtype.itemsize) + 8 * tokens * self.arch.intermediate_size * self.dtype.itemsize
-        return _PROGRAM_BYTES + max(running, 8 * self.adapter_bytes)
+        tuning = 0 if self.lora is None else self._weights(self.frozen_dtype.itemsize) + _TUNING_BYTES
+        return _PROGRAM_BYTES + max(running, 8 * self.adapter_bytes, tuning)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""
@@ -191,16 +216,20 @@ class Plan:
         counts = ", ".join(
             f"{name} {a} + {b}" for name, a, b in zip(self.names, train.counts, validation.counts, strict=True)
         )
-        frozen = "4-bit blocks" if self.blocks == "4bit" else "frozen blocks"
+        frozen = "4-bit blocks" if self.blocks == "4bit" else "blocks"
         return [
             f"Source       {self.source.identity.id} ({arch.family}, {arch.num_layers} blocks)",
             f"Output       {self.request.output}",
-            f"Backbone     {human(backbone.nbytes)}, {'rewritten' if backbone.entries else how}",
+            f"Backbone     {human(backbone.nbytes)}, {'rewritten' if backbone.entries or self.lora else how}",
             f"Rows         {len(train)} to train on + {len(validation)} to choose thresholds on: {counts}",
             f"Classifiers  one behind each of {arch.num_layers} {frozen}: {human(self.adapter_bytes)}",
-            f"Work         about {self.tokens:,} tokens through the model once, {human(self.feature_bytes)} of states",
+            f"Work         {self._work()}",
             f"Needs        {human(self.disk)} of disk, about {human(self.memory)} of memory, on {self.opened.device}",
         ]
+
+    def _work(self) -> str:
+        once = f"about {self.tokens:,} tokens through the model once, {human(self.feature_bytes)} of states"
+        return once if self.lora is None else f"{once}; before that, {EPOCHS} epochs of LoRA of rank {self.lora.rank}"
 
     def _weights(self, itemsize: int) -> int:
         arch = self.arch
@@ -228,10 +257,22 @@ def plan(request: ConvertRequest[TwoDeeSettings], reporter: Reporter) -> Plan:
     if made.settings.max_tokens > opened.arch.max_positions:
         what = f"--max-tokens {made.settings.max_tokens} is more than the model's {opened.arch.max_positions} positions"
         raise UsageError(what, "The prompt needs some of them, too.")
+    _check_tuning(made)
     check_memory(made.memory)
     if not work_folder(request.output).is_dir():
         check_disk(request.output, made.disk)
     return made
+
+
+def _check_tuning(made: Plan) -> None:
+    """Refuse a fine-tuning that would not reach what documents run through, or could not be written."""
+    if made.lora is None:
+        return
+    if made.blocks == "4bit":
+        what = "--lora changes the backbone, and documents of a River bundle run through its 4-bit exit layers"
+        raise UnsupportedError(what, "Fine-tune the plain model, or leave --lora out.")
+    if made.request.backbone == "reference":
+        raise UsageError("--lora writes a backbone of its own: it cannot be a reference", "Leave out --backbone.")
 
 
 def _split(settings: TwoDeeSettings, reporter: Reporter) -> Split:

@@ -18,7 +18,7 @@ from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.convert.twodee import build, plan
 from adapt_llm.convert.twodee_plan import default_prompt
 from adapt_llm.convert.twodee_request import TwoDeeSettings
-from adapt_llm.errors import FormatError, UsageError
+from adapt_llm.errors import FormatError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.classify_loading import document_reader, load_classifier
 from adapt_llm.runtime.methods import TwoDee
@@ -213,6 +213,8 @@ def test_a_river_bundle_below(request_for, tiny_llama: Path, tmp_path: Path) -> 
         threads=1,
     )
     below = build_river(plan_river(river, SilentReporter()), SilentReporter())
+    with pytest.raises(UnsupportedError, match="4-bit"):
+        plan(request_for(tmp_path / "tuned", source=below, lora=2), SilentReporter())
     folder = convert(request_for(tmp_path / "both", source=below))
     manifest = Bundle.open(folder).manifest
     assert [method.name for method in manifest.methods] == ["river", "2dee"]
