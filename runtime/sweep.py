@@ -93,9 +93,9 @@ class Flight:
             raise ValueError("an item goes on from states that nothing has computed")
         return states
 
-    def leave(self, item: Item, states: Tensor) -> None:
-        """Keep the states [1, rows, hidden] with which the item ended: the next items go on from them."""
-        kept = [states] if self._states is None or not item.first_sentence else [self._states, states]
+    def leave(self, states: Tensor) -> None:
+        """Keep the states [1, rows, hidden] with which an item ended, behind those of earlier sentences."""
+        kept = [states] if self._states is None else [self._states, states]
         self._states = None if self.stop else torch.cat(kept, 1)
 
     def take(self, item: Item, layer: int, probabilities: NDArray[np.float32]) -> None:
@@ -109,12 +109,11 @@ class Flight:
             self.stop = self.votes.take(item, np.stack(self._votes_due))
             self._votes_due.clear()
 
-    def read(self, item: Item, pooled: Tensor) -> None:
-        """Mean states [sentences, hidden] of the item's sentences behind the layer that answers."""
+    def read(self, pooled: Tensor) -> None:
+        """Mean states [sentences, hidden] of sentences behind the layer that answers; the last ones come last."""
         total = pooled.sum(0)
         self.total = total if self.total is None else self.total + total
-        if item.last_sentence == self.sentences:
-            self.last = pooled[-1].clone()
+        self.last = pooled[-1].clone()
 
     def _tokens(self, item: Item) -> tuple[int, int]:
         ends = (0, *self.document.ends)
@@ -186,7 +185,7 @@ class Sweep:
             if part.item.last_layer > layer and part.flight.stop is None:
                 staying.append((part, states))
             else:
-                part.flight.leave(part.item, states)
+                part.flight.leave(states)
         if len(staying) == len(running) and not begun:
             return pack, h
         parts = staying + [
@@ -209,7 +208,7 @@ class Sweep:
         pooled = pack.pooled(h)
         if answers:
             for part, states in zip(pack.parts, pooled.split(pack.counts), strict=True):
-                part.flight.read(part.item, states)
+                part.flight.read(states)
         if votes:
             self._asked.append(self._adapters.probabilities(layer, pooled))
             self._pending += [(part, layer, count) for part, count in zip(pack.parts, pack.counts, strict=True)]
