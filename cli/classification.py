@@ -15,9 +15,6 @@ from .options import TWODEE
 if TYPE_CHECKING:
     from ..runtime.methods import Decision, FixedLayer, Thresholds, TwoDee
 
-FITS = 1e-6
-"""Accuracies are stored to six digits."""
-
 GENERATION = (
     *("max_tokens", "temperature", "greedy", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
     *("stop", "stop_token_id", "ignore_eos", "system", "raw", "no_stream"),
@@ -58,6 +55,11 @@ class Point:
     """For 1d, from 1."""
     expected: "Decision | None" = None
 
+    @property
+    def work(self) -> float:
+        """The share computed, as far as it is known."""
+        return 1.0 if self.expected is None else self.expected.work
+
     def __str__(self) -> str:
         if self.thresholds is not None:
             return f"2D, thresholds {self.thresholds[0]:g},{self.thresholds[1]:g}"
@@ -80,54 +82,43 @@ def rule(thresholds: "Thresholds") -> Point:
 
 
 def choose(settings: "TwoDee", asked: Asked) -> Point:
-    """Return the operating point. Raises UsageError where the bundle has none that fits."""
+    """Return the operating point: the bundle's own, unless something else was asked for."""
     if asked.full:
         return full(settings)
+    if asked.one_d:
+        return choose_one_d(settings, asked)
     if asked.threshold is not None:
         return Point("2d", asked.threshold, expected=_stored(settings.frontier, asked.threshold))
-    if asked.one_d:
-        return fixed(settings.chosen_one_d) if asked.max_drop is None else choose_one_d(settings, asked.max_drop)
-    if asked.max_drop is not None:
-        points = [*map(rule, settings.frontier), *map(fixed, settings.one_d)]
-        return _fastest(settings, points, asked.max_drop)
-    if settings.use == "2d" and settings.chosen is not None:
-        return rule(settings.chosen)
-    return fixed(settings.chosen_one_d)
+    one_d, two_d = choose_one_d(settings, asked), _two_d(settings, asked)
+    if asked.max_drop is None:
+        return one_d if two_d is None or settings.use == "1d" else two_d
+    return two_d if two_d is not None and two_d.work < one_d.work else one_d
+
+
+def choose_one_d(settings: "TwoDee", asked: Asked) -> Point:
+    """Return the layer for what may be lost."""
+    from ..runtime.operating_point import choose_layer  # noqa: PLC0415 - pydantic
+
+    return fixed(settings.chosen_one_d if asked.max_drop is None else choose_layer(settings, asked.max_drop))
 
 
 def choose_two_d(settings: "TwoDee", asked: Asked) -> Point | None:
-    """Return the thresholds to measure; None where the bundle has none at all."""
+    """Return the thresholds to measure: where none fit, the best there are; None where there are none at all."""
     if asked.threshold is not None:
         return choose(settings, asked)
-    if asked.max_drop is not None:
-        return _fastest(settings, map(rule, settings.frontier), asked.max_drop)
     best = max(settings.frontier, key=lambda point: point.accuracy, default=None)
-    chosen = settings.chosen or best
-    return None if chosen is None else rule(chosen)
+    return _two_d(settings, asked) or (None if best is None else rule(best))
 
 
-def choose_one_d(settings: "TwoDee", max_drop: float | None) -> Point:
-    """Return the first layer that loses at most `max_drop`. Raises UsageError where there is none."""
-    if max_drop is None:
-        return fixed(settings.chosen_one_d)
-    return _fastest(settings, map(fixed, (*settings.one_d, settings.full)), max_drop)
+def _two_d(settings: "TwoDee", asked: Asked) -> Point | None:
+    from ..runtime.operating_point import choose_thresholds  # noqa: PLC0415
+
+    found = settings.chosen if asked.max_drop is None else choose_thresholds(settings, asked.max_drop)
+    return None if found is None else rule(found)
 
 
 def _stored(frontier: Iterable["Thresholds"], asked: tuple[float, float]) -> "Thresholds | None":
     return next((point for point in frontier if (point.tau_ignore, point.tau_acc) == asked), None)
-
-
-def _fastest(settings: "TwoDee", points: Iterable[Point], max_drop: float) -> Point:
-    known = [(point.expected, point) for point in points if point.expected is not None]
-    least = settings.full.accuracy - max_drop - FITS
-    fitting = [(expected.work, place) for place, (expected, _) in enumerate(known) if expected.accuracy >= least]
-    if fitting:
-        return known[min(fitting)[1]][1]
-    best = max((expected.accuracy for expected, _ in known), default=None)
-    what = f"no stored point loses at most {max_drop:g} of accuracy"
-    if best is None:
-        raise UsageError(what, "The bundle stores none; use --full")
-    raise UsageError(what, f"The best one loses {settings.full.accuracy - best:.4f}; or use --full")
 
 
 def _thresholds(text: str | None) -> tuple[float, float] | None:

@@ -68,7 +68,7 @@ def evaluate_labels(
     if twodee is None:
         raise UsageError(f"{bundle} generates; it has no labels", "Measure it with --text FILE")
     request.check()
-    points: dict[str, Point] = {"dense": full(twodee), "one_d": choose_one_d(twodee, asked.max_drop)}
+    points: dict[str, Point] = {"dense": full(twodee), "one_d": choose_one_d(twodee, asked)}
     two_d = choose_two_d(twodee, asked)
     points |= {} if two_d is None else {"two_d": two_d}
     data = services.labelled(request.labels, request.field, request.label_field, twodee.labels)
@@ -81,6 +81,7 @@ def evaluate_labels(
     if found.unreadable:
         reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
     result = summary(found, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
+    result["use"] = twodee.use
     _publish(request, result, as_json=as_json)
 
 
@@ -141,6 +142,7 @@ def page(result: Mapping[str, Any], *, width: int, marks: str) -> Iterator[str]:
 
 def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"an accuracy here is known to within {result['margin']:.3f} (95 %)"
+    yield f"`adapt run` decides in {result['use'][0]} dimension{'s' if result['use'] == '2d' else ''} with this bundle"
     over = result["speedup"]["over_one_d"]
     if result["point"]["name"] == "2d":
         yield f"2D against 1D, chunk by chunk: {over['median']:.2f} x as fast ({over['min']:.2f} to {over['max']:.2f})"

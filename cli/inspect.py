@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import services
+from . import inspect_twodee, services
 from .charts import histogram, human_bytes
 from .console import make_reporter
 from .options import CacheDir, Json
@@ -52,6 +52,10 @@ def _page(bundle: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     for method in facts["methods"]:
         yield ""
         yield method["name"]
+        if method["name"] == "2dee":
+            yield from _pairs(inspect_twodee.settings(method))
+            yield from inspect_twodee.figures(method)
+            continue
         yield from _pairs(_settings(method))
         yield from _retention(method.get("retention") or ())
     yield ""

@@ -28,6 +28,11 @@ def _load(script: Path) -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="session")
+def bundle_factory() -> ModuleType:
+    return _load(Path(__file__).parents[1] / "bundle_factory.py")
+
+
 @pytest.fixture
 def fakes() -> ModuleType:
     return _load(SCRIPT)

@@ -44,6 +44,8 @@ def settings(**changes: Any) -> TwoDee:
     frontier = [
         Thresholds(tau_ignore=ignore, tau_acc=acc, **_figures(accuracy, work)) for accuracy, work, ignore, acc in points
     ]
+    accuracies = (0.5, 0.6, 0.87, 0.89, 0.9, 0.89)
+    layers = [FixedLayer(layer=n, **_figures(accuracy, n / LAYERS)) for n, accuracy in enumerate(accuracies, 1)]
     values: dict[str, Any] = {
         "labels": LABELS,
         "prompt": "What is it?\n",
@@ -52,10 +54,10 @@ def settings(**changes: Any) -> TwoDee:
         "max_tokens": 50,
         "max_drop": 0.02,
         "frontier": frontier,
-        "one_d": [FixedLayer(layer=4, **_figures(0.89, 0.66)), FixedLayer(layer=3, **_figures(0.87, 0.5))],
-        "full": FixedLayer(layer=LAYERS, **_figures(0.9, 1.0)),
+        "one_d": layers,
+        "full": layers[-1],
         "chosen": frontier[1],
-        "chosen_one_d": FixedLayer(layer=4, **_figures(0.89, 0.66)),
+        "chosen_one_d": layers[3],
         "data": LabelledRows(name="train.jsonl", sha256="0" * 64, rows=100, validation=20),
     }
     return TwoDee(**values | changes)

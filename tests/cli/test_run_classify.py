@@ -16,7 +16,7 @@ import pytest
 
 from adapt_llm.cli import services
 from adapt_llm.cli.answers import InOrder, OneByOne
-from adapt_llm.cli.classification import Asked, choose, choose_one_d, choose_two_d
+from adapt_llm.cli.classification import Asked, choose, choose_two_d
 from adapt_llm.cli.rows_out import TextLines
 from adapt_llm.cli.run_classify import Rows, Totals
 from adapt_llm.cli.run_rows import RowsJob, RowsRequest
@@ -262,7 +262,7 @@ def test_batches_change_nothing(classify: Invoke, opened: Any, tmp_path: Path, s
         (["--full"], "Full()"),
         (["--one-d"], "OneD(layer=4)"),
         (["--one-d", "--max-drop", "0.03"], "OneD(layer=3)"),
-        (["--one_d", "--max_drop", "0"], "OneD(layer=6)"),
+        (["--one_d", "--max_drop", "0"], "OneD(layer=5)"),
         (["--max-drop", "0.04"], "TwoD(rule=Rule(tau_ignore=0.3, tau_acc=1.0))"),
         (["--max-drop", "0"], "TwoD(rule=Rule(tau_ignore=0.5, tau_acc=3.0))"),
         (["--threshold", "0.25,7"], "TwoD(rule=Rule(tau_ignore=0.25, tau_acc=7.0))"),
@@ -278,12 +278,10 @@ def test_a_bundle_that_is_faster_in_one_dimension(fake: ModuleType) -> None:
     assert str(choose(settings, Asked())) == "1D, layer 4"
     assert str(choose(settings, Asked(max_drop=0.03))) == "1D, layer 3"
     assert choose_two_d(settings, Asked()) is None
-    assert str(choose_one_d(settings, None)) == "1D, layer 4"
-    with pytest.raises(UsageError, match=r"no stored point .* at most 0\.001 of accuracy\. The best one loses 0\.0100"):
-        choose(settings, Asked(max_drop=0.001))
-    best = choose_two_d(fake.settings(use="1d", chosen=None), Asked())
-    assert str(best) == "2D, thresholds 0.5,3"
+    assert str(choose_two_d(fake.settings(use="1d", chosen=None), Asked())) == "2D, thresholds 0.5,3"
     assert str(choose_two_d(fake.settings(), Asked(max_drop=0.04))) == "2D, thresholds 0.3,1"
+    slow = [point.model_copy(update={"work": 0.9}) for point in fake.settings().frontier]
+    assert str(choose(fake.settings(frontier=slow), Asked(max_drop=0.01))) == "1D, layer 4"
 
 
 @pytest.mark.parametrize(
