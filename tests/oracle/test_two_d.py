@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +17,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from adapt_llm.convert.source import open_source
 from adapt_llm.runtime import classify
 from adapt_llm.runtime.adapters import Adapters
 from adapt_llm.runtime.architecture import Architecture
+from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.classify import Classifier, Verdict
 from adapt_llm.runtime.decoder import load_decoder
-from adapt_llm.runtime.documents import Document
+from adapt_llm.runtime.documents import Document, DocumentReader
 from adapt_llm.runtime.schedule import Full, OneD, Rule, TwoD
 from adapt_llm.runtime.store import open_safetensors
 from adapt_llm.runtime.sweep import Sweep
+from adapt_llm.runtime.text import Tokenizer
 
 FAMILIES = ["llama-llama3", "llama-dynamic", "mistral", "ministral3", "qwen2", "qwen3-window", "gemma2", "gemma3",
             "phi3", "phi3-longrope", "smollm3"]  # fmt: skip
@@ -266,3 +269,54 @@ def test_shared_keys_and_values(tiny_model: Callable[[str], Any]) -> None:
     parts = list(ours.classify(TEXTS, TwoD(OUT_OF_REACH), batch_size=3))
     for one, other in zip(whole, parts, strict=True):
         assert one.scores == pytest.approx(other.scores, abs=CLOSE)
+
+
+REVIEWS = [
+    (
+        "A slow start, but then it grips you. The two leads are superb! I have seen it three times now, and every time I "
+        "notice something new. The score alone is worth the ticket. Go and see it."
+    ),
+    (
+        "Dreadful. Not one line of this script sounds like anything a person would say. I left after an hour, and so did "
+        "half of the audience."
+    ),
+    "It is a film that one can watch and that one will forget",
+]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_reviews_on_a_real_model(models: Any, tmp_path: Path) -> None:
+    source = open_source(str(models["smollm2-135m-instruct.gguf"]))
+    arch = Architecture.from_config(source.config)
+    decoder = load_decoder(arch, source.store, device="cpu", dtype=torch.float32)
+    for name, data in source.text_files().items():
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.read_bytes())
+    reader = DocumentReader(Tokenizer.load(tmp_path), max_tokens=256)
+    adapters = adapters_for(arch.num_layers, arch.hidden_size)
+    prefix = reader.prefix("Is this review positive or negative?\n")
+    ours = Classifier(decoder, adapters, prefix=prefix)
+    texts = [reader.read(review) for review in REVIEWS]
+    assert len(texts[0].ends) > 2
+    compared = 0
+    for rule in (Rule(0.2, 0.6), Rule(0.05, 4.0), Rule(0.05, 12.0)):
+        for text, verdict in zip(texts, ours.classify(texts, TwoD(rule), batch_size=2), strict=True):
+            answer = Uncached(SimpleNamespace(arch=arch, decoder=decoder), adapters, text, prefix, "mean").run(rule)
+            if answer.slack > CLOSE:
+                compared += 1
+                assert same(verdict, answer, arch.num_layers * len(text.ends))
+    assert compared >= 5
+
+
+class Uncached(Reference):
+    """The same with our own forward, which test_logits and test_decoder hold against transformers'."""
+
+    @torch.inference_mode()
+    def _states(self, sentence: int) -> list[torch.Tensor]:
+        ids = torch.tensor([self.prefix + list(self.text.ids[: self.text.ends[sentence]])])
+        decoder = self.model.decoder
+        h, step, store, seen = decoder.embed(ids), decoder.step(None, ids), PassStore(decoder.arch), []
+        for block in decoder.blocks:
+            h = block(h, step, store)
+            seen.append(h[0])
+        return seen
