@@ -22,7 +22,7 @@ from .sweep import Flight, Sweep
 Readout = Literal["mean", "last"]
 
 AHEAD = 16  # documents read, for each place in the batch, past the oldest one that is not answered yet
-ROWS = 4096  # tokens in one product; more add memory and no speed
+ROWS = 4096  # tokens in one product, which bounds the memory of a pass
 PREFIXES = 2  # kept at a time
 _END = object()
 
@@ -33,8 +33,8 @@ class Verdict:
 
     Where the rule fired, `scores` are mean probabilities over the cells that counted; else those of the classifier
     that read the whole document. `layers` and `sentences` are how many were looked at, `work` the operations as the
-    paper counts them, as a share of the full computation (1 where the rule did not fire), `computed` the share that
-    was really run.
+    paper counts them, as a share of the full computation (1 where Algorithm 1 did not stop, whatever it cost), `computed`
+    the share that was really run.
     """
 
     label: int
