@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.methods import Decision, FixedLayer, Thresholds
+from ..runtime.operating_point import expected
 from ..runtime.schedule import cells, margins, two_d
 
 Floats = NDArray[np.float64]
@@ -139,19 +140,28 @@ class Curve:
 def measure(rows: Sequence[Judged], classes: int, readout: Readout) -> Curve:
     """Run Algorithm 1 at every pair of the grid, and every layer with the whole document."""
     runs = surface(rows, IGNORE, ACCEPT)
-    pairs = [(i, j) for i in range(len(IGNORE)) for j in range(len(ACCEPT))]
+    labels = np.array([row.label for row in rows])
+    steady = smoothed((runs.answers == labels).mean(-1))
 
     def point(i: int, j: int) -> Thresholds:
         one = Runs(runs.answers[i, j], runs.operations[i, j], runs.layers[i, j], runs.sentences[i, j])
-        return Thresholds(tau_ignore=IGNORE[i], tau_acc=ACCEPT[j], **decision(one, rows, classes).model_dump())
+        figures = decision(one, rows, classes).model_dump()
+        return Thresholds(tau_ignore=IGNORE[i], tau_acc=ACCEPT[j], steady=float(steady[i, j]), **figures)
 
-    return Curve(readout, pareto([point(i, j) for i, j in pairs]), fixed_layers(rows, classes))
+    points = [point(i, j) for i in range(len(IGNORE)) for j in range(len(ACCEPT))]
+    return Curve(readout, pareto(points), fixed_layers(rows, classes))
+
+
+def smoothed(surface: Floats) -> Floats:
+    """Mean of every point of a grid [n, m] and its neighbours, up to eight of them; edges count themselves again."""
+    padded = np.pad(surface, 1, mode="edge")
+    return np.lib.stride_tricks.sliding_window_view(padded, (3, 3)).mean((-2, -1))
 
 
 def pareto(points: Iterable[Thresholds]) -> tuple[Thresholds, ...]:
-    """Return the points that no other beats in accuracy at the same work or less, by rising work."""
+    """Return the points of which no other is expected to be as accurate with the same work or less, by rising work."""
     kept: list[Thresholds] = []
-    for point in sorted(points, key=lambda point: (point.work, -point.accuracy)):
-        if not kept or point.accuracy > kept[-1].accuracy:
+    for point in sorted(points, key=lambda point: (point.work, -expected(point))):
+        if not kept or expected(point) > expected(kept[-1]):
             kept.append(point)
     return tuple(kept)

@@ -148,6 +148,9 @@ class Thresholds(Decision, frozen=True):
 
     tau_ignore: Annotated[float, Field(ge=0, le=1)]
     tau_acc: Annotated[float, Field(ge=0)]
+    steady: Share | None = None
+    """Mean accuracy of this pair and its neighbours on the grid, by which pairs are chosen: one that is lucky on the
+    validation rows has none like it around. None: not measured."""
 
 
 class FixedLayer(Decision, frozen=True):

@@ -18,10 +18,16 @@ def best_accuracy(layers: Iterable[FixedLayer]) -> float:
     return max(point.accuracy for point in layers)
 
 
+def expected(point: Decision) -> float:
+    """Return the accuracy that a point is chosen by."""
+    steady = point.steady if isinstance(point, Thresholds) else None
+    return point.accuracy if steady is None else steady
+
+
 def cheapest(points: Iterable[D], accuracy: float) -> D | None:
     """Return the point with the least work among those of this accuracy or more; None where there is none."""
-    good = [point for point in points if point.accuracy >= accuracy - ROUNDING]
-    return min(good, key=lambda point: (point.work, -point.accuracy), default=None)
+    good = [point for point in points if expected(point) >= accuracy - ROUNDING]
+    return min(good, key=lambda point: (point.work, -expected(point)), default=None)
 
 
 def choose_thresholds(settings: TwoDee, max_drop: float) -> Thresholds | None:

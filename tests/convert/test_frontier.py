@@ -6,7 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from adapt_llm.convert.frontier import ACCEPT, IGNORE, Judged, decision, fixed_layers, macro_f1, simulate, surface
+from adapt_llm.convert.frontier import (
+    ACCEPT,
+    IGNORE,
+    Judged,
+    decision,
+    fixed_layers,
+    macro_f1,
+    measure,
+    simulate,
+    smoothed,
+    surface,
+)
 from adapt_llm.runtime.schedule import Rule, Stop, Votes, two_d
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(2, 4))
@@ -94,3 +105,24 @@ def test_figures_of_a_decision() -> None:
     figures = decision(surface([rows[0]], (0.0,), (1e9,)), [rows[0]], 3)
     assert int(runs.operations[0, 0]) == rows[0].cells.shape[0] * rows[0].cells.shape[1]
     assert figures.work == 1.0
+
+
+def test_a_lucky_pair_is_not_chosen() -> None:
+    surface = np.full((4, 5), 0.8)
+    surface[1, 2] = 1.0
+    assert smoothed(surface)[1, 2] == pytest.approx(0.8 + 0.2 / 9)
+    assert smoothed(surface)[3, 4] == pytest.approx(0.8)
+
+
+def test_the_frontier_rises() -> None:
+    rows = random_rows(60)
+    curve = measure(rows, 3, "mean")
+    work = [point.work for point in curve.frontier]
+    steady = [point.steady for point in curve.frontier]
+    assert work == sorted(work)
+    assert steady == sorted(steady)
+    assert len(set(steady)) == len(steady)
+    runs = surface(rows, [curve.frontier[-1].tau_ignore], [curve.frontier[-1].tau_acc])
+    assert float((runs.answers[0, 0] == [row.label for row in rows]).mean()) == pytest.approx(
+        curve.frontier[-1].accuracy
+    )

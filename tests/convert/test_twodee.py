@@ -133,7 +133,7 @@ def test_the_choice_is_the_cheapest_that_keeps_what_was_asked(made: Path) -> Non
     settings = settings_in(made)
     best = max(point.accuracy for point in settings.one_d)
     assert settings.chosen is not None
-    assert settings.chosen.accuracy >= best - settings.max_drop - 1e-6
+    assert settings.chosen.steady >= best - settings.max_drop - 1e-6
     assert choose_thresholds(settings, settings.max_drop) == settings.chosen
     assert choose_layer(settings, settings.max_drop) == settings.chosen_one_d
     assert [point.layer for point in settings.one_d] == [1, 2, 3, 4]
