@@ -61,5 +61,6 @@ def join(device: torch.device | str) -> Processes:
         raise AdaptError("Training needs accelerate", "pip install 'adapt-llm[train]'") from error
     wanted = torch.device(device)
     state = PartialState(cpu=wanted.type == "cpu")
-    own = state.device if state.num_processes > 1 else None
+    # On a CPU accelerate says "cpu:0", which is not "cpu" to torch: parameters moved there would be copies.
+    own = state.device if state.num_processes > 1 and wanted.type != "cpu" else None
     return Processes(state.process_index, state.num_processes, own or wanted)
