@@ -1,19 +1,24 @@
 """`adapt convert`: from a model to a bundle."""
 
 import json
+import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import UsageError
+from ..runtime.progress import Reporter, SilentReporter
 from . import services
 from .console import make_reporter
 from .convert_options import rcla_options, river_options, training_options, twodee_options
 from .convert_settings import settings_of
 from .groups import Group
 from .options import HUB, CacheDir, Device, DtypeOption, Force, Json, Threads
+
+if TYPE_CHECKING:
+    from ..convert.recipes import Plan
 
 EXAMPLES = """\
   adapt convert Qwen/Qwen2.5-Coder-0.5B-Instruct --method river
@@ -131,14 +136,20 @@ def command(
 
 
 def _convert(ctx: typer.Context, request: Any, *, as_json: bool) -> None:  # noqa: ANN401 - convert.request.ConvertRequest
-    reporter = make_reporter(ctx.obj)
+    leads = os.environ.get("RANK", "0") == "0"  # torchrun starts several processes: one writes, and speaks
+    reporter = make_reporter(ctx.obj) if leads else SilentReporter()
     plan = services.plan(request, reporter)
-    if request.dry_run:
+    if not request.dry_run:
+        for line in plan.lines():
+            reporter.note(line)
+        path = services.build(plan, reporter)
+        if leads:
+            _tell(path, plan, reporter, as_json=as_json)
+    elif leads:
         typer.echo(_dumps(plan.to_dict()) if as_json else "\n".join(plan.lines()))
-        return
-    for line in plan.lines():
-        reporter.note(line)
-    path = services.build(plan, reporter)
+
+
+def _tell(path: Path, plan: "Plan", reporter: Reporter, *, as_json: bool) -> None:
     quality = services.quality(path)
     if quality:
         reporter.note(figures(quality))

@@ -3,6 +3,7 @@
 Knows the request and the source; writes nothing.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -97,7 +98,8 @@ class Plan:
     def micro_batch(self) -> int:
         """Sequences of one pass."""
         settings = self.settings
-        return settings.micro_batch or min(settings.batch_size, max(1, TOKENS_A_PASS // settings.sequence_length))
+        share = -(-settings.batch_size // int(os.environ.get("WORLD_SIZE", "1")))  # torchrun's processes
+        return settings.micro_batch or min(share, max(1, TOKENS_A_PASS // settings.sequence_length))
 
     @property
     def training(self) -> TrainingSettings:

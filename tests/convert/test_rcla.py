@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -275,3 +277,32 @@ def test_river_on_top_follows_the_map(quantizer: str, trained: Path, text: Path,
             got += [river.decode(ids[:, at : at + 1], cache).logits for at in range(9, 20)]
             torch.testing.assert_close(torch.stack(got, 1)[0], wanted[0, 8:], atol=1e-4, rtol=1e-4)
             assert cache.nbytes == 2 * 2 * 2 * 20 * 16 * 4
+
+
+def test_two_processes_make_one_bundle(request_for, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    """One writes and speaks; the passes are shared, so that the weights are those of one process but for rounding."""
+    options = [
+        "--method",
+        "rcla",
+        "--data",
+        text,
+        "--share-every",
+        2,
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--steps",
+        6,
+    ]
+    options += ["--sequence-length", 32, "--batch-size", 4, "--micro-batch", 2, "--lr", 3e-3, "--threads", 1]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "adapt_llm"]
+    line = [*start, "convert", tiny_llama, *options, "-o", tmp_path / "two"]
+    done = subprocess.run([str(part) for part in line], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == [str(tmp_path / "two")]
+    assert done.stderr.count("step 6/6") == 1
+    alone = convert(request_for("one", share_every=2, steps=6, micro_batch=2))
+    assert points(tmp_path / "two") == {
+        keepers: pytest.approx(each, rel=1e-3) for keepers, each in points(alone).items()
+    }
+    assert verify(tmp_path / "two", reporter=SilentReporter(), self_check=self_check).ok
