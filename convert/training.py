@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +21,9 @@ from ..errors import AdaptError, UsageError
 from ..runtime.progress import Reporter, SilentReporter
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .pace import duration
+from .history import History, Logged, Pace, due
 from .processes import Processes, join
+from .reused_memory import reused_memory
 from .sequences import Batch, Order
 from .trainable import Trainable
 from .training_settings import TrainingSettings
@@ -56,37 +56,6 @@ def next_token(model: Trainable, batch: Batch, draws: random.Random) -> tuple[Te
     return model(batch.ids, batch.targets, batch.counts), batch.counted
 
 
-@dataclass(frozen=True)
-class Logged:
-    """One step: the mean loss, the learning rate, the gradient's norm before clipping, terms of the loss."""
-
-    step: int
-    loss: float
-    rate: float
-    norm: float
-    terms: int
-
-
-@dataclass
-class History:
-    """What happened: every step, the evaluations on the way (step -> figures), tokens read, seconds of training."""
-
-    steps: list[Logged] = field(default_factory=list)
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON; floats come back exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "History":
-        """What `to_json` gave."""
-        evaluations = {int(step): dict(figures) for step, figures in data["evaluations"].items()}
-        return cls([Logged(**item) for item in data["steps"]], evaluations, data["tokens"], data["seconds"])
-
-
 Evaluation = Callable[[Trainable], Mapping[str, float]]
 
 
@@ -112,7 +81,8 @@ def train(
     processes = join(next(model.parameters()).device)
     run = _Run(model, data, settings, objective, processes)
     run.resume(folder, {**settings.key(), **(key or {})})
-    return run.all_steps(reporter if processes.leads else SilentReporter(), evaluate)
+    with reused_memory() if processes.device.type == "cpu" else nullcontext():
+        return run.all_steps(reporter if processes.leads else SilentReporter(), evaluate)
 
 
 class _Run:
@@ -146,7 +116,7 @@ class _Run:
     def all_steps(self, reporter: Reporter, evaluate: Evaluation | None) -> History:
         """Every step that is left. A finished run is a checkpoint too."""
         settings = self._settings
-        pace = _Pace(self._step, settings, reporter)
+        pace = Pace(self._step, settings, reporter)
         with reporter.task("Training", settings.steps) as task:
             task.advance(self._step)
             while self._step < settings.steps:
@@ -155,7 +125,7 @@ class _Run:
                 self._history.seconds += time.monotonic() - began
                 task.advance(1)
                 pace.tell(self._history, tokens)
-                if evaluate is not None and _due(self._step, settings.evaluate_every):
+                if evaluate is not None and due(self._step, settings.evaluate_every):
                     self._evaluate(evaluate, reporter)
                 if self._wants_saving():
                     self._save()
@@ -250,7 +220,7 @@ class _Run:
     def _wants_saving(self) -> bool:
         minutes = self._settings.checkpoint_minutes
         late = minutes is not None and time.monotonic() - self._saved_when >= 60 * minutes
-        return late or _due(self._step, self._settings.checkpoint_steps)
+        return late or due(self._step, self._settings.checkpoint_steps)
 
     def _save(self) -> None:
         if self._processes.leads and self._saved_at < self._step:
@@ -263,31 +233,6 @@ class _Run:
         if changes:
             what = f"The checkpoint in {self._folder.name} is of another training: {'; '.join(changes)}"
             raise UsageError(what, "Use --no-resume to start afresh.")
-
-
-class _Pace:
-    """Lines of progress: loss, tokens a second, time left; all over the steps since the line before."""
-
-    def __init__(self, done: int, settings: TrainingSettings, reporter: Reporter) -> None:
-        self._settings, self._reporter = settings, reporter
-        self._from, self._when, self._tokens = done, time.monotonic(), 0
-
-    def tell(self, history: History, tokens: int) -> None:
-        """Say how it goes, after every `log_every` steps, the first and the last."""
-        self._tokens += tokens
-        step, settings = history.steps[-1].step, self._settings
-        if not (_due(step, settings.log_every) or step in (1, settings.steps)):
-            return
-        now = time.monotonic()
-        seconds, recent = max(now - self._when, 1e-9), history.steps[self._from :]
-        loss = sum(item.loss for item in recent) / len(recent)
-        left = duration(seconds / len(recent) * (settings.steps - step))
-        speed = self._tokens / seconds
-        self._reporter.note(
-            f"step {step}/{settings.steps}  loss {loss:.4f}  rate {recent[-1].rate:.2g}  "
-            f"{speed:.0f} tokens/s  {left} left"
-        )
-        self._from, self._when, self._tokens = step, now, 0
 
 
 def mean_loss(model: Trainable, data: Sampled, *, batch_size: int = 4, sources: list[int] | None = None) -> float:
@@ -318,7 +263,3 @@ def _optimizer(parameters: Mapping[str, nn.Parameter], settings: TrainingSetting
 
 def _gradients_of(parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
