@@ -1,0 +1,89 @@
+"""`adapt eval --text`: what is printed, and which texts are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapt_llm.cli import services
+
+Invoke = Callable[..., tuple[int, str, str]]
+FOUND = {
+    "tokens": 1000,
+    "perplexity": 18.25,
+    "dense_perplexity": 17.5,
+    "kl": 0.0123,
+    "agreement": 0.951,
+    "mean_depth": 2.5,
+    "exit_histogram": [0, 500, 500, 0],
+    "by_position": [
+        {"first": 1, "last": 1, "tokens": 10, "perplexity": 99.5},
+        {"first": 2, "last": 3, "tokens": 990, "perplexity": 17.0},
+    ],
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+
+    def measure(path: Path, text: str, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
+        calls.append({"path": path, "text": text, **settings, **options})
+        return FOUND
+
+    monkeypatch.setattr(services, "text_quality", measure)
+    return calls
+
+
+def test_a_table(adapt: Invoke, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("안녕 river", encoding="utf-8-sig")
+    code, out, err = adapt("eval", "b", "--text", text, "--tau", "0.9", "--ctx-size", "64", "--limit-tokens", "50")
+    assert (code, err) == (0, "")
+    call = asked[0]
+    assert (call["path"], call["text"]) == (Path("b"), "안녕 river")
+    assert (call["tau"], call["ctx_size"], call["limit"]) == (0.9, 64, 50)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["perplexity", "18.25"] in lines
+    assert ["dense", "perplexity", "17.5"] in lines
+    assert ["same", "next", "token", "95.1%"] in lines
+    assert ["mean", "depth", "2.5", "of", "4"] in lines
+    assert any(line[0] == "2-3" and line[1] == "17" for line in lines)
+
+
+def test_json_has_the_stable_keys(adapt: Invoke, asked: list[dict[str, Any]]) -> None:
+    code, out, err = adapt("eval", "b", "--text", "-", "--json", stdin="from stdin")
+    assert (code, json.loads(out), err) == (0, FOUND, "")
+    assert asked[0]["text"] == "from stdin"
+
+
+def test_nothing_to_compare_with_is_left_out(adapt: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = {**FOUND, "dense_perplexity": None, "kl": None, "agreement": None, "exit_histogram": [0, 0, 0, 1000]}
+    monkeypatch.setattr(services, "text_quality", lambda *_a, **_k: none)
+    out = adapt("eval", "b", "--text", "-", stdin="text")[1]
+    assert "dense" not in out
+    assert "left" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"), [("no.txt", None, "cannot read"), ("b.txt", b"\xff\xfe\x00", "UTF-8")]
+)
+def test_texts_that_cannot_be_read(
+    name: str, data: bytes | None, message: str, adapt: Invoke, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    code, out, err = adapt("eval", "b", "--text", tmp_path / name)
+    assert code in (1, 2)
+    assert out == ""
+    assert message in err
+    assert not asked
+
+
+def test_something_must_be_given(adapt: Invoke, asked: list[dict[str, Any]]) -> None:
+    code, _, err = adapt("eval", "b")
+    assert code == 2
+    assert "--text" in err
+    assert not asked
