@@ -106,7 +106,9 @@ def choose_two_d(settings: "TwoDee", asked: Asked) -> Point | None:
     """Return the thresholds to measure: where none fit, the best there are; None where there are none at all."""
     if asked.threshold is not None:
         return choose(settings, asked)
-    best = max(settings.frontier, key=lambda point: point.accuracy, default=None)
+    from ..runtime.operating_point import expected  # noqa: PLC0415 - pydantic
+
+    best = max(settings.frontier, key=expected, default=None)
     return _two_d(settings, asked) or (None if best is None else rule(best))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 MAX_POINTS = 9
 """Points of the frontier shown; all are in --json."""
-_COLUMNS = (("accuracy", 8), ("macro-F1", 8), ("work", 6), ("layers", 6), ("sentences", 9))
+_NAME = 22
+_COLUMNS = (("accuracy", 8), ("steady", 6), ("macro-F1", 8), ("work", 6), ("layers", 6), ("sentences", 9))
 
 
 def settings(method: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -45,9 +46,12 @@ def _decides(method: Mapping[str, Any]) -> str:
 
 
 def figures(method: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table of what was measured on the validation rows; `*` marks what `run` does."""
+    """Yield the table of what was measured on the validation rows; `*` marks what `run` does.
+
+    `steady` is the accuracy that thresholds are chosen by, smoothed over their neighbours.
+    """
     yield ""
-    yield f"  {'on the validation rows':<28}" + "".join(f"  {name:>{size}}" for name, size in _COLUMNS)
+    yield f"  {'on the validation rows':<{_NAME}}" + "".join(f"  {name:>{size}}" for name, size in _COLUMNS)
     two_d, one_d = method["use"] == "2d", method["chosen_one_d"]
     yield _line(f"full, layer {method['full']['layer']}", method["full"])
     yield _line(f"1D, layer {one_d['layer']}{'' if two_d else ' *'}", one_d)
@@ -67,6 +71,7 @@ def sample(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] | None
 
 
 def _line(name: str, point: Mapping[str, Any]) -> str:
-    values = (f"{point['accuracy']:.4f}", f"{point['macro_f1']:.4f}", f"{point['work']:.3f}")
-    values += (f"{point['mean_layers']:.1f}", f"{point['mean_sentences']:.1f}")
-    return f"  {name:<28}" + "".join(f"  {text:>{size}}" for text, (_, size) in zip(values, _COLUMNS, strict=True))
+    steady = point.get("steady")
+    values = (f"{point['accuracy']:.4f}", "" if steady is None else f"{steady:.4f}", f"{point['macro_f1']:.4f}")
+    values += (f"{point['work']:.3f}", f"{point['mean_layers']:.1f}", f"{point['mean_sentences']:.1f}")
+    return f"  {name:<{_NAME}}" + "".join(f"  {text:>{size}}" for text, (_, size) in zip(values, _COLUMNS, strict=True))
