@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapt_llm.convert import rcla
+from adapt_llm.convert import quantise, rcla
 from adapt_llm.convert.export import export
 from adapt_llm.convert.kv_map import every
 from adapt_llm.convert.rcla import build, plan
@@ -277,6 +277,31 @@ def test_river_on_top_follows_the_map(quantizer: str, trained: Path, text: Path,
             got += [river.decode(ids[:, at : at + 1], cache).logits for at in range(9, 20)]
             torch.testing.assert_close(torch.stack(got, 1)[0], wanted[0, 8:], atol=1e-4, rtol=1e-4)
             assert cache.nbytes == 2 * 2 * 2 * 20 * 16 * 4
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_calibration_goes_on_with_the_keys_and_values_of_leaders(
+    layer: int, trained: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped between a leader and its follower, or between two groups, River quantises on to the same bytes."""
+    settings = RiverSettings(group_size=32, calibration=text, calibration_tokens=512, tau=0.9)
+
+    def convert_to(name: str) -> Path:
+        request = ConvertRequest(source=str(trained), output=tmp_path / name, settings=settings, threads=1)
+        return build_river(plan_river(request, SilentReporter()), SilentReporter())
+
+    whole, release = convert_to("whole"), quantise.release
+
+    def stop(store, arch, index: int) -> None:
+        if index == layer:
+            raise ConnectionAbortedError
+        release(store, arch, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantise, "release", stop)
+        with pytest.raises(ConnectionAbortedError):
+            convert_to("stopped")
+    assert bytes_of(convert_to("stopped")) == bytes_of(whole)
 
 
 def test_two_processes_make_one_bundle(request_for, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
