@@ -13,6 +13,8 @@ from ..runtime.architecture import Architecture
 KVMap = tuple[int, ...]
 Measure = Callable[[Sequence[KVMap]], Sequence[float]]
 """Mean loss of each map, in nats a token; lower is better."""
+TRIES = 8
+"""Keepers, least missed first, for which the search tries every other place in a round."""
 
 
 def every(arch: Architecture, size: int) -> KVMap:
@@ -94,7 +96,7 @@ def _removals(arch: Architecture, best: KVMap, measure: Measure) -> list[tuple[i
     if not fewer:
         return []
     losses = measure([from_keepers(arch, some) for some in fewer])
-    return [some for _, some in sorted(zip(losses, fewer, strict=True))]
+    return [some for _, some in sorted(zip(losses, fewer, strict=True))][:TRIES]
 
 
 def _additions(arch: Architecture, fewer: Sequence[int], best: KVMap) -> list[KVMap]:
