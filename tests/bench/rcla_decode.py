@@ -69,9 +69,7 @@ def main() -> None:
     arch = source.architecture
     archs = {"dense": arch, f"share every {arguments.share_every}": arch.share(every(arch, arguments.share_every))}
     print(f"{source.identity.id}, torch {torch.__version__}, {torch.get_num_threads()} threads, bf16\n")
-    print(
-        "| context | | KV bytes | layers | ms a token (median, min–max) | tokens/s | speed over dense (median, min–max) |"
-    )
+    print("| context | | KV bytes | layers | ms a token (median, min–max) | tokens/s | over dense (median, min–max) |")
     print("|--:|---|--:|--:|--:|--:|--:|")
     for context in map(int, arguments.contexts.split(",")):
         contenders = {name: Contender(each, source.store, context, arguments.tokens) for name, each in archs.items()}
