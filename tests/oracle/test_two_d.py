@@ -30,11 +30,9 @@ from adapt_llm.runtime.store import open_safetensors
 from adapt_llm.runtime.sweep import Sweep
 from adapt_llm.runtime.text import Tokenizer
 
-FAMILIES = ["llama-llama3", "llama-dynamic", "mistral", "ministral3", "qwen2", "qwen3-window", "gemma2", "gemma3",
-            "phi3", "phi3-longrope", "smollm3"]  # fmt: skip
+FAMILIES = "llama-llama3 llama-dynamic mistral ministral3 qwen2 qwen3-window gemma2 gemma3 phi3 phi3-longrope smollm3"
 CLASSES, WIDTH = 3, 16
 CLOSE = 1e-4  # confidences nearer to a threshold than this may fall on either side of it
-OUT_OF_REACH = Rule(0.0, inf)
 
 
 def adapters_for(layers: int, hidden: int) -> Adapters:
@@ -169,7 +167,6 @@ def check(model: Any, texts: Sequence[Document], rule: Rule, *, prefix: Sequence
     """Every document of a batch is decided as the reference decides it."""
     ours = classifier(model, prefix)
     verdicts = list(ours.classify(texts, TwoD(rule), batch_size=batch))
-    assert len(verdicts) == len(texts)
     for text, verdict in zip(texts, verdicts, strict=True):
         answer = Reference(model, ours.adapters, text, prefix, "mean").run(rule)
         if answer.slack > CLOSE:
@@ -177,18 +174,18 @@ def check(model: Any, texts: Sequence[Document], rule: Rule, *, prefix: Sequence
 
 
 TEXTS = [document(sizes, seed) for seed, sizes in enumerate([[3], [2, 5, 1], [1] * 9, [17], [4, 1, 6, 2, 3], [2, 9]])]
-RULES = [Rule(0.0, 0.0), Rule(0.2, 0.5), Rule(0.1, 1.5), Rule(0.3, 3.0), OUT_OF_REACH]
+RULES = [Rule(0.0, 0.0), Rule(0.2, 0.5), Rule(0.1, 1.5), Rule(0.3, 3.0), Rule(0.0, inf)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES.split())
 def test_decisions_of_every_family(name: str, tiny_model: Callable[[str], Any]) -> None:
     for rule in RULES[1:4]:
         check(tiny_model(name), TEXTS, rule, prefix=(1, 5, 9))
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("prefix", [(), (1,), tuple(range(3, 14))], ids=["none", "bos", "long"])
-def test_decisions_of_a_deep_model(deep_model: Any, rule: Rule, prefix: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("prefix", [(), (1,), range(3, 14)], ids=["none", "bos", "long"])
+def test_decisions_of_a_deep_model(deep_model: Any, rule: Rule, prefix: Sequence[int]) -> None:
     check(deep_model, TEXTS, rule, prefix=prefix)
 
 
@@ -232,9 +229,8 @@ def test_a_document_in_any_batch_is_decided_as_alone(
     for text, one, other in zip(texts, alone, together, strict=True):
         answer = Reference(deep_model, ours.adapters, text, (7, 8), "mean").run(mode.rule)
         if answer.slack > CLOSE:
-            assert (one.label, one.work, one.layers, one.sentences) == (
-                other.label, other.work, other.layers, other.sentences,
-            )  # fmt: skip
+            for field in ("label", "work", "layers", "sentences"):
+                assert getattr(one, field) == getattr(other, field)
             assert one.scores == pytest.approx(other.scores, abs=CLOSE)
 
 
@@ -250,36 +246,18 @@ def test_out_of_reach_is_the_dense_answer(name: str, readout: str, tiny_model: C
     model = tiny_model(name)
     ours = classifier(model, (1, 4), readout)
     layers = model.arch.num_layers
-    for mode, depth in [(TwoD(OUT_OF_REACH), layers), (Full(), layers), (OneD(2), 2)]:
+    for mode, depth in [(TwoD(Rule(0.0, inf)), layers), (Full(), layers), (OneD(2), 2)]:
         for text, verdict in zip(TEXTS, ours.classify(TEXTS, mode, batch_size=4), strict=True):
             expected = Reference(model, ours.adapters, text, (1, 4), readout).read(depth - 1)
             assert verdict.scores == pytest.approx(expected, abs=CLOSE)
-            assert verdict.confidence == max(verdict.scores)
             assert (verdict.work, verdict.layers, verdict.sentences) == (depth / layers, depth, len(text.ends))
             assert verdict.computed == verdict.work  # no cell twice
             assert not verdict.stopped
 
 
-def test_shared_keys_and_values(tiny_model: Callable[[str], Any]) -> None:
-    """A layer that reads another's keys and values (R-CLA), in stretches and as a whole."""
-    arch = tiny_model("qwen2").arch.share((0, 0, 2))
-    decoder = load_decoder(arch, tiny_model("qwen2").store, device="cpu", dtype=torch.float32)
-    ours = Classifier(decoder, adapters_for(3, arch.hidden_size), prefix=(1, 5))
-    whole = list(ours.classify(TEXTS, Full(), batch_size=1))
-    parts = list(ours.classify(TEXTS, TwoD(OUT_OF_REACH), batch_size=3))
-    for one, other in zip(whole, parts, strict=True):
-        assert one.scores == pytest.approx(other.scores, abs=CLOSE)
-
-
 REVIEWS = [
-    (
-        "A slow start, but then it grips you. The two leads are superb! I have seen it three times now, and every time I "
-        "notice something new. The score alone is worth the ticket. Go and see it."
-    ),
-    (
-        "Dreadful. Not one line of this script sounds like anything a person would say. I left after an hour, and so did "
-        "half of the audience."
-    ),
+    "A slow start, but then it grips you. The two leads are superb! I have seen it three times now. Go and see it.",
+    "Dreadful. Not one line of this script sounds like anything a person would say. I left after an hour.",
     "It is a film that one can watch and that one will forget",
 ]
 
@@ -292,7 +270,7 @@ def test_reviews_on_a_real_model(models: Any, tmp_path: Path) -> None:
     decoder = load_decoder(arch, source.store, device="cpu", dtype=torch.float32)
     for name, data in source.text_files().items():
         (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.read_bytes())
-    reader = DocumentReader(Tokenizer.load(tmp_path), max_tokens=256)
+    reader = DocumentReader(Tokenizer.load(tmp_path), max_tokens=256, least=10)
     adapters = adapters_for(arch.num_layers, arch.hidden_size)
     prefix = reader.prefix("Is this review positive or negative?\n")
     ours = Classifier(decoder, adapters, prefix=prefix)

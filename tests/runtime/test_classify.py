@@ -15,6 +15,7 @@ from adapt_llm.errors import UsageError
 from adapt_llm.runtime import classify
 from adapt_llm.runtime.adapters import Adapters
 from adapt_llm.runtime.classify import AHEAD, Classifier
+from adapt_llm.runtime.decoder import Decoder, load_decoder
 from adapt_llm.runtime.documents import Document
 from adapt_llm.runtime.schedule import Full, OneD, Rule, TwoD
 from adapt_llm.runtime.sweep import Flight
@@ -24,7 +25,10 @@ MODE = TwoD(Rule(0.1, 0.8))
 
 @pytest.fixture(scope="module")
 def ours(tiny_model: Callable[[str], Any]) -> Classifier:
-    decoder = tiny_model("llama").decoder
+    return classifier(tiny_model("llama").decoder)
+
+
+def classifier(decoder: Decoder) -> Classifier:
     layers, hidden = decoder.arch.num_layers, decoder.arch.hidden_size
     generator = torch.Generator().manual_seed(3)
 
@@ -155,6 +159,19 @@ def test_memory_does_not_grow(ours: Classifier) -> None:
         assert min(after - before for before, after in pairwise(sizes)) < 10_000  # bytes; 100 documents are 40,000
     finally:
         tracemalloc.stop()
+
+
+def test_shared_keys_and_values(tiny_model: Callable[[str], Any]) -> None:
+    """A layer that reads another's keys and values (R-CLA), in stretches and as a whole."""
+    model = tiny_model("qwen2")
+    shared = classifier(load_decoder(model.arch.share((0, 0, 2)), model.store, device="cpu", dtype=torch.float32))
+    documents = [document(seed, 1 + seed) for seed in range(6)]
+    whole = list(shared.classify(documents, Full(), batch_size=1))
+    parts = list(shared.classify(documents, TwoD(Rule(0.0, inf)), batch_size=3))
+    plain = list(classifier(model.decoder).classify(documents, Full()))
+    for one, other, unshared in zip(whole, parts, plain, strict=True):
+        assert one.scores == pytest.approx(other.scores, abs=1e-4)
+        assert one.scores != pytest.approx(unshared.scores, abs=1e-4)
 
 
 def test_refused(ours: Classifier) -> None:
