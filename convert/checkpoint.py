@@ -82,7 +82,7 @@ def restore(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.
             parameter.copy_(weights[name])
             if steps:
                 optimizer.state[parameter] = {
-                    "step": torch.tensor(steps),
+                    "step": torch.tensor(steps, device=parameter.device),  # where the fused kernel wants it
                     "exp_avg": torch.empty_like(parameter).copy_(saved.tensors["mean"][name]),
                     "exp_avg_sq": torch.empty_like(parameter).copy_(saved.tensors["square"][name]),
                 }
