@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..errors import UsageError
+from ..errors import ResourceError, UsageError
 from ..runtime.architecture import Architecture
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
@@ -24,6 +24,7 @@ from .preflight import check_disk, check_memory, human
 from .rcla_request import RclaSettings
 from .request import ConvertRequest
 from .source import Source
+from .training_memory import plan_memory
 from .training_settings import Precision, TrainingSettings
 from .workspace import work_folder
 from .writer import hash_file
@@ -210,17 +211,14 @@ class Plan:
         return _PROGRAM_BYTES + (self._training_memory() if self.trains else self._measuring_memory())
 
     def _training_memory(self) -> int:
-        """Weights, gradients and moments in float32, and the activations of one pass, of which a block's are whole."""
-        arch, trained = self.arch, self._trained_parameters
-        weights = 4 * trained if self.lora is None else self._parameters * self.frozen_dtype.itemsize + 4 * trained
-        tokens = self.micro_batch * self.settings.sequence_length
-        between = arch.hidden_size + 2 * arch.num_kv_heads * arch.head_dim
-        inside = 8 * arch.hidden_size + 4 * arch.intermediate_size + 4 * arch.num_heads * arch.head_dim
-        blocks = (
-            arch.num_layers * between + inside if self.settings.gradient_checkpointing else arch.num_layers * inside
+        return plan_memory(
+            self.arch,
+            tokens=self.micro_batch * self.settings.sequence_length,
+            length=self.settings.sequence_length,
+            lora=self.lora,
+            frozen_dtype=self.frozen_dtype,
+            checkpointing=self.settings.gradient_checkpointing,
         )
-        head = 4 * arch.vocab_size * arch.hidden_size
-        return weights + 12 * trained + 4 * tokens * blocks + head + LOGIT_BYTES
 
     def _measuring_memory(self) -> int:
         """A block, the head, and the states of the text under all maps."""
@@ -260,10 +258,23 @@ def plan(request: ConvertRequest[RclaSettings], reporter: Reporter) -> Plan:
     sources = _map(settings, arch)
     count = len(keepers_of(sources)) if sources else count_of(arch, settings.keep_ratio or 1.0)
     made = Plan(request, opened, sources, count)
-    check_memory(made.memory)
+    _check_memory(made)
     if not work_folder(request.output).is_dir():
         check_disk(request.output, made.disk)
     return made
+
+
+def _check_memory(plan: Plan) -> None:
+    """On a GPU the model is there. Raises ResourceError."""
+    device = plan.opened.device
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    try:
+        check_memory(plan.memory, available=available)
+    except ResourceError as error:
+        if plan.trains:
+            hint = "Use --lora 16, a smaller --micro-batch, or a shorter --sequence-length."
+            raise ResourceError(error.message, hint) from error
+        raise
 
 
 def _check_request(request: ConvertRequest[RclaSettings]) -> None:
