@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +115,7 @@ def _publish(request: LabelsRequest, result: Mapping[str, Any], *, as_json: bool
         typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
         return
     width = shutil.get_terminal_size().columns
-    for line in page(result, width=width, marks=shades(sys.stdout.encoding)):
+    for line in page(result, width=width, marks=shades()):
         typer.echo(line.rstrip())
 
 
@@ -142,10 +141,11 @@ def page(result: Mapping[str, Any], *, width: int, marks: str) -> Iterator[str]:
 
 def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"an accuracy here is known to within {result['margin']:.3f} (95 %)"
-    yield f"`adapt run` decides in {result['use'][0]} dimension{'s' if result['use'] == '2d' else ''} with this bundle"
+    yield f"`adapt run` uses {result['use'].upper()} with this bundle"
     over = result["speedup"]["over_one_d"]
     if result["point"]["name"] == "2d":
-        yield f"2D against 1D, chunk by chunk: {over['median']:.2f} x as fast ({over['min']:.2f} to {over['max']:.2f})"
+        spread_of = "" if over["min"] == over["max"] else f" ({over['min']:.2f} to {over['max']:.2f}, chunk by chunk)"
+        yield f"2D is {over['median']:.2f} x as fast as 1D{spread_of}"
     if result["truncated"]:
         yield f"{result['truncated']} texts are longer than the bundle reads; their ends were left out"
 

@@ -3,6 +3,8 @@
 Pure Python; knows no model. Shades only, no colours.
 """
 
+import codecs
+import locale
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -42,11 +44,12 @@ class Bands:
         return str(first) if first == last else f"{first}-{last}"
 
 
-def shades(encoding: str | None) -> str:
-    """Return the shades that an output of this encoding can show."""
+def shades() -> str:
+    """Return the shades that a terminal of this locale can show. The C locale stands for UTF-8, as in Python itself."""
+    name = codecs.lookup(locale.getencoding()).name
     try:
-        SHADES.encode(encoding or "ascii")
-    except (LookupError, UnicodeEncodeError):
+        SHADES.encode("utf-8" if name == "ascii" else name)
+    except UnicodeEncodeError:
         return ASCII_SHADES
     return SHADES
 

@@ -68,7 +68,7 @@ class Totals:
     def lines(self, layers: int) -> Iterator[str]:
         """Yield what --stats says."""
         width = shutil.get_terminal_size().columns
-        yield from heat_map(self.stops, layers, width=width, marks=shades(sys.stderr.encoding))
+        yield from heat_map(self.stops, layers, width=width, marks=shades())
         yield f"memory {human_bytes(services.peak_memory())}"
 
 

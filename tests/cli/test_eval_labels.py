@@ -257,7 +257,8 @@ def test_map_keeps_to_its_width_and_counts_everything(stops: dict[tuple[int, int
 
 @pytest.mark.parametrize(
     ("encoding", "expected"),
-    [("utf-8", SHADES), ("cp437", SHADES), ("ascii", ASCII_SHADES), ("latin-1", ASCII_SHADES), (None, ASCII_SHADES)],
+    [("UTF-8", SHADES), ("cp437", SHADES), ("ANSI_X3.4-1968", SHADES), ("ISO-8859-1", ASCII_SHADES)],
 )
-def test_shades_that_an_output_can_show(encoding: str | None, expected: str) -> None:
-    assert shades(encoding) == expected
+def test_shades_that_a_terminal_can_show(encoding: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locale.getencoding", lambda: encoding)
+    assert shades() == expected
