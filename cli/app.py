@@ -24,7 +24,7 @@ class Adapt(Program):
 
     table: ClassVar = {
         "convert": "Build a bundle from a model.",
-        "run": "Generate from a prompt, or from many rows.",
+        "run": "Generate from a prompt or give a text its label; or many rows.",
         "chat": "Hold a conversation in the terminal.",
         "inspect": "Show what is in a bundle.",
         "verify": "Check that a bundle is whole.",
