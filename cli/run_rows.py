@@ -137,7 +137,7 @@ class RowsJob:
         return False
 
     def run(self, answers: Answers[T], reporter: Reporter) -> Summary:
-        """Answer what is left. Raises the row's AdaptError with `on_error` "fail"."""
+        """Answer what is left. Raises AdaptError for the first row that fails with `on_error` "fail"."""
         summary = Summary(self.done.rows, self.done.failed, self.done.rows)
         with self._open() as stream, self._task(reporter) as task:
 
@@ -168,7 +168,7 @@ class RowsJob:
         failed = isinstance(outcome, AdaptError)
         if failed and self.request.on_error == "fail":
             hint = outcome.hint or "Mend it, or use --on-error record or skip"
-            raise type(outcome)(f"row {row.number}: {outcome.message}", hint) from outcome
+            raise AdaptError(f"row {row.number}: {outcome.message}", hint) from outcome
         summary.failed += failed
         if failed and self.request.output_form == "text":
             reporter.warn(f"row {row.number}: {outcome}")

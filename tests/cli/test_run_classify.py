@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from adapt_llm.cli import services
-from adapt_llm.cli.answers import InOrder, OneByOne
+from adapt_llm.cli.answers import READ_AHEAD, InOrder, OneByOne, Pausing
 from adapt_llm.cli.classification import Asked, choose, choose_two_d
 from adapt_llm.cli.rows_out import TextLines
 from adapt_llm.cli.run_classify import Rows, Totals
@@ -190,7 +191,7 @@ def test_field_and_tables(classify: Invoke, tmp_path: Path) -> None:
 def test_on_error_fail_writes_what_comes_before(classify: Invoke, tmp_path: Path) -> None:
     rows = source(tmp_path, "good " * 40 + "\nbad\nFAIL\ngood\n")
     code, out, err = classify("run", "b", "-i", rows, "--on-error", "fail", "--format", "text")
-    assert (code, out) == (2, "pos\t0.876543\nneg\t0.876543\n")
+    assert (code, out) == (1, "pos\t0.876543\nneg\t0.876543\n")  # the row is wrong, not the command line
     assert err == "adapt: error: row 3: the text has no token. Mend it, or use --on-error record or skip\n"
 
 
@@ -371,6 +372,46 @@ def test_an_error_of_reading_reaches_the_caller(tmp_path: Path) -> None:
         job = RowsJob.prepare(request, ["x"], print)
         with pytest.raises(UsageError, match="has no column"):
             job.run(OneByOne(lambda _: {}), SilentReporter())
+
+
+def test_a_thread_reads_a_little_ahead_and_ends() -> None:
+    read: list[int] = []
+
+    def rows() -> Iterator[Row]:
+        for number in range(1, 1_000):
+            read.append(number)
+            yield Row(number, "", content="a")
+
+    with Pausing(rows()) as pausing:
+        taken = pausing.take(lambda: True)
+        first = next(taken)
+        assert first is not None
+        assert first.number == 1
+        _wait(lambda: len(read) > READ_AHEAD)
+        time.sleep(0.1)
+        assert len(read) <= READ_AHEAD + 2
+    _wait(lambda: not any(thread.name == "adapt-rows" for thread in threading.enumerate()))
+    assert len(read) <= 2 * READ_AHEAD + 3
+
+
+def test_none_is_there_yet() -> None:
+    pause = threading.Event()
+
+    def rows() -> Iterator[Row]:
+        yield Row(1, "", content="a")
+        pause.wait(20)
+        yield Row(2, "", content="b")
+
+    with Pausing(rows()) as pausing:
+        idle = True
+        taken = pausing.take(lambda: idle)
+        first = next(taken)
+        assert first is not None
+        idle = False
+        assert next(taken) is None  # somebody is waited for: do not wait for the input
+        pause.set()
+        later = [row for row in taken if row is not None]
+    assert [row.number for row in later] == [2]
 
 
 def test_text_of_two_values() -> None:
