@@ -204,6 +204,30 @@ def test_lora_is_merged(request_for) -> None:
     assert verify(path, reporter=SilentReporter(), self_check=self_check).ok
 
 
+def test_answers_of_rows_that_are_not_packed(request_for, tmp_path: Path) -> None:
+    """Rows of unequal length, each a sequence of its own; only completions are learnt and judged."""
+    rows = [{"prompt": f"What is {n} and {n}? ", "completion": "It is " + "so " * (n % 5 + 1)} for n in range(80)]
+    data, held_out = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[:7]), encoding="utf-8")
+    path = convert(
+        request_for(
+            "answers", data=(data,), validation=held_out, packed=False, loss_on="answers", steps=20, share_every=2
+        )
+    )
+    manifest = Bundle.open(path).manifest
+    answers = sum(len(row["completion"]) for row in rows[:7])
+    eos = 7
+    assert manifest.quality.tokens == answers + eos - cut_off(rows[:7])
+    assert manifest.method(Rcla).training.data.name == "rows.jsonl, held.jsonl"
+    assert points(path)[2][1] < points(path)[2][0] / 4
+
+
+def cut_off(rows: list[dict[str, str]]) -> int:
+    """Answer bytes (each a token) and ends beyond the 33rd token of a row."""
+    return sum(max(0, len(row["prompt"] + row["completion"]) + 1 - 33) for row in rows)
+
+
 def test_without_training_a_bundle_says_so_whenever_it_runs(request_for, tiny_llama: Path) -> None:
     path = convert(request_for("untrained", untrained=True, share_every=2))
     manifest = Bundle.open(path).manifest
