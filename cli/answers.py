@@ -20,6 +20,8 @@ Outcome = Result | AdaptError
 
 T = TypeVar("T")
 
+MOST_FAILED = 1024
+"""Failed rows kept behind an answer that is awaited, before those under way are made to go on."""
 READ_AHEAD = 32
 """Rows kept of an input that may pause."""
 _GLANCE = 0.5  # seconds: a wait without an end cannot be interrupted on every system
@@ -103,6 +105,8 @@ class InOrder:
             self._waiting.append((row, item if failed else None))
             if failed:
                 self._write_failed()
+                if len(self._waiting) - self._asked > MOST_FAILED:
+                    yield None
             else:
                 self._asked += 1
                 yield item

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from adapt_llm.cli import services
-from adapt_llm.cli.answers import READ_AHEAD, InOrder, OneByOne, Pausing
+from adapt_llm.cli.answers import MOST_FAILED, READ_AHEAD, InOrder, OneByOne, Pausing
 from adapt_llm.cli.classification import Asked, choose
 from adapt_llm.cli.rows_out import TextLines
 from adapt_llm.cli.run_classify import Rows, Totals
@@ -69,6 +69,32 @@ def test_a_row_that_fails_first_is_written_before_the_next_is_read() -> None:
 
     order.run(rows(), OneByOne(lambda _: {}))
     assert written == [1, 2]
+
+
+def test_failed_rows_do_not_pile_up_behind_an_answer() -> None:
+    """A slow document before very many bad rows: it goes on while they are read, and memory stays bounded."""
+    read: list[int] = []
+    written: list[int] = []
+    order = InOrder(lambda row, _: written.append(row.number))
+
+    def rows() -> Iterator[Row]:
+        yield Row(1, "", content="a")
+        for number in range(2, 5 * MOST_FAILED):
+            read.append(number)
+            yield Row(number, "", error="no")
+
+    class Slow:
+        def read(self, row: Row) -> str:
+            return str(row.content)
+
+        def answer(self, items: Iterator[str | None]) -> Iterator[dict[str, object]]:
+            assert [next(items) for _ in range(4)] == ["a", None, None, None]  # three turns
+            assert len(read) < MOST_FAILED + 5
+            yield {}
+            assert next(items, None) is None
+
+    order.run(rows(), Slow())
+    assert written == list(range(1, 5 * MOST_FAILED))
 
 
 def test_an_error_of_reading_reaches_the_caller(tmp_path: Path) -> None:
