@@ -127,8 +127,8 @@ def write_features(work: Workspace, encoder: Encoder, documents: Sequence[Docume
     with reporter.task("Read the documents", len(starts)) as bar:
         task = Paced(bar, len(starts), reporter, step=f"{PIECE_DOCUMENTS} documents")
         for number, start in enumerate(starts):
-            some = documents[start : start + PIECE_DOCUMENTS]
             if not work.has(piece_name(number)):
+                some = documents[start : start + PIECE_DOCUMENTS]
                 counts = torch.tensor([len(document.ends) for document in some], dtype=torch.int32)
                 write_piece(work, piece_name(number), {_STATES: encoder.pooled(some), _COUNTS: counts})
             task.advance(1)
