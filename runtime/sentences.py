@@ -127,12 +127,7 @@ def split_sentences(text: str, language: str | None = None, *, least: int = LEAS
 
     """
     check_sizes(least, most)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            "the text is not Unicode (lone surrogate)", "It may have been read with a wrong encoding"
-        ) from error
+    check_unicode(text)
     code = (language or detect_language(text)).replace("_", "-").split("-")[0].lower()
     pieces = _cut_at(text, sorted(_sentence_ends(text, code)))
     return [part for piece in _joined(pieces, least) for part in _shortened(piece, least, most)]
