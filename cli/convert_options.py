@@ -96,7 +96,7 @@ def training_options(
             "--lr",
             metavar="X",
             rich_help_panel=TRAINING,
-            help="At its highest (default: rcla 5e-6, with --lora 1e-4; 2dee 1e-3).",
+            help="At its highest (default: rcla 5e-6, with --lora 1e-4; 2dee 3e-4, of the classifiers).",
         ),
     ] = None,
     lora: Annotated[
