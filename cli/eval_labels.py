@@ -73,6 +73,8 @@ def evaluate_labels(
     data = services.labelled(request.labels, request.field, request.label_field, twodee.labels)
     if data.skipped:
         reporter.warn(f"{data.skipped} rows have no text or no label and are left out; the first: {data.first_skipped}")
+    if data.sha256 == twodee.data.sha256:
+        reporter.warn(f"{data.name} is the file that the classifiers were trained on: these figures are too good")
     data = data.select(spread(len(data), request.limit))
     classifier = services.open_classifier(bundle, settings, reporter)
     batch_size = asked.batch_size or classifier.batch_size

@@ -1,5 +1,6 @@
 """`adapt eval --labels`: figures, their page, report and picture; the map of stops; the scores."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -87,6 +88,18 @@ def test_an_unknown_label_is_one_line(classify: Invoke, tmp_path: Path, monkeypa
     assert (code, out) == (1, "")
     assert err.startswith("adapt: error: row 2 has the label 'neutral', not one of neg, pos. ")
     assert err.count("\n") == 1
+
+
+def test_the_rows_of_training_are_told(
+    classify: Invoke, fake: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = labelled(tmp_path, PAIRS)
+    digest = hashlib.sha256(rows.read_bytes()).hexdigest()
+    seen = fake.settings().data.model_copy(update={"sha256": digest})
+    monkeypatch.setattr(services, "twodee", lambda _: fake.settings(data=seen))
+    code, _, err = classify("eval", "b", "--labels", rows)
+    line = "test.jsonl is the file that the classifiers were trained on: these figures are too good"
+    assert (code, err) == (0, f"adapt: warning: {line}\n")
 
 
 def test_fields_limit_and_tables(classify: Invoke, opened: Any, tmp_path: Path) -> None:
