@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..runtime.progress import Reporter, SilentReporter
-from . import services
+from . import inspect_twodee, services
 from .console import make_reporter
 from .convert_options import rcla_options, river_options, training_options, twodee_options
 from .convert_settings import settings_of
@@ -150,8 +150,10 @@ def _convert(ctx: typer.Context, request: Any, *, as_json: bool) -> None:  # noq
 
 
 def _tell(path: Path, plan: "Plan", reporter: Reporter, *, as_json: bool) -> None:
-    quality = services.quality(path)
-    if quality:
+    quality, twodee = services.quality(path), services.twodee(path)
+    if twodee is not None:
+        reporter.note(inspect_twodee.gained(twodee.model_dump()))
+    elif quality:
         reporter.note(figures(quality))
     reporter.note(f'Next: adapt run {shlex.quote(str(path))} "Hello"')
     typer.echo(_dumps({"bundle": str(path), "plan": plan.to_dict(), "quality": quality}) if as_json else path)

@@ -62,6 +62,14 @@ def figures(method: Mapping[str, Any]) -> Iterator[str]:
         yield f"  ({len(method['frontier'])} points in all; --json has them)"
 
 
+def gained(method: Mapping[str, Any]) -> str:
+    """Say in one line what conversion measured on the validation rows."""
+    full, one_d, two_d = method["full"], method["chosen_one_d"], method["chosen"]
+    parts = [f"full {full['accuracy']:.4f}", f"1D {one_d['accuracy']:.4f} with work {one_d['work']:.3f}"]
+    parts += [] if two_d is None else [f"2D {two_d['accuracy']:.4f} with work {two_d['work']:.3f}"]
+    return f"Accuracy on {method['data']['validation']} validation rows: {', '.join(parts)}"
+
+
 def sample(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     """Return a few points, evenly over the list, the ends and the chosen one among them."""
     if len(points) <= MAX_POINTS:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -227,6 +227,22 @@ def test_convert(adapt: Invoke, requests: list[SimpleNamespace]) -> None:
     )
     assert adapt("convert", "org/Tiny-1B", "--method", "river", "-q") == (0, "Tiny-1B-river\n", "")
     assert "adapt run 'with space' " in adapt("convert", "t", "--method", "river", "-o", "with space")[2]
+
+
+def test_convert_says_what_labels_are_worth(
+    adapt: Invoke, requests: list[SimpleNamespace], fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what a River bundle below it gave on a text."""
+    args = ("convert", "m", "--method", "2dee", "--data", "rows.jsonl")
+    for settings, two_d in (
+        (fake.settings(), ", 2D 0.8800 with work 0.400"),
+        (fake.settings(use="1d", chosen=None), ""),
+    ):
+        monkeypatch.setattr(services, "twodee", lambda _path, settings=settings: settings)
+        assert adapt(*args)[2].splitlines()[2:] == [
+            f"Accuracy on 20 validation rows: full 0.8900, 1D 0.8900 with work 0.667{two_d}",
+            'Next: adapt run m-2dee "Hello"',
+        ]
 
 
 def test_dry_run(adapt: Invoke, requests: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
