@@ -61,11 +61,15 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Sequences to train on, those held out (None where nothing is), and what they came from."""
+    """Sequences to train on, those held out (None where nothing is), and what they came from.
+
+    `evaluation` are the files that only judge; without any, what is held out is a part of `used`.
+    """
 
     train: Sequences
     held_out: Sequences | None
     used: tuple[TextUsed, ...]
+    evaluation: tuple[TextUsed, ...]
     fingerprint: str
 
 
@@ -109,12 +113,13 @@ def _open(
     if held_out is not None and len(held_out) == 0:
         raise UsageError("Nothing in the held-out data counts", "Hold out more, or name a file for it.")
     files = (*settings.files, *settings.evaluation)
-    used = [
-        TextUsed(name=path.name, sha256=digest, tokens=tokens)
+    texts = [
+        TextUsed(name=path.name, sha256=digest, tokens=tokens) if tokens else None
         for path, digest, tokens in zip(files, digests, record["tokens"], strict=True)
-        if tokens
     ]
-    return TrainingData(train, held_out, tuple(used), record["fingerprint"])
+    learnt = len(settings.files)
+    used, evaluation = (tuple(filter(None, part)) for part in (texts[:learnt], texts[learnt:]))
+    return TrainingData(train, held_out, used, evaluation, record["fingerprint"])
 
 
 def _check(train: Sequences, settings: DataSettings) -> None:
@@ -221,6 +226,8 @@ def _fingerprint(
         "settings": {key: repr(value) for key, value in tokenizer.settings.items()},
         "template": None if template is None else template.source,
     }
+    if settings.evaluation:  # the same files that are all learnt give other tokens
+        parts["evaluation"] = len(settings.evaluation)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()
 
 

@@ -111,7 +111,8 @@ def prepare(plan: Plan, folder: Path, reporter: Reporter) -> TrainingData:
         special, bos = tokenizer.special_tokens, tokenizer.adds_bos
         template = Template.from_folder(bundle, special_tokens=special, adds_bos=bos)
     data = prepare_data(plan.data, tokenizer, template, folder / "data", reporter)
-    highest = int(read_tokens(folder / "data" / "train.safetensors")[0].max())
+    parts = [read_tokens(folder / "data" / f"{name}.safetensors")[0] for name in ("train", "held_out")]
+    highest = max(int(ids.max()) for ids in parts if len(ids))
     if highest >= plan.arch.vocab_size:
         raise FormatError(f"the tokenizer knows token {highest}, the model only {plan.arch.vocab_size}")
     return data

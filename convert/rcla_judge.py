@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import FormatError, UsageError
 from ..runtime.methods import RetentionPoint, TextUsed
 from ..runtime.progress import Reporter
 from ..runtime.quality import sequences_at_once
@@ -45,11 +45,15 @@ class Texts:
 
 
 def texts_of(data: TrainingData) -> Texts:
-    """Search on sequences that were trained on, judge on those held out."""
-    held_out = data.train if data.held_out is None else data.held_out
-    name, used = ", ".join(used.name for used in data.used), _joined(data.used)
+    """Search on sequences that were trained on, judge on those held out. Raises UsageError where nothing is."""
+    if data.held_out is None:
+        raise UsageError("Nothing of the data could be held out to judge by", "Name a file with --validation.")
+    learnt, judging = (", ".join(text.name for text in texts) for texts in (data.used, data.evaluation))
     return Texts(
-        _batches(data.train, SEARCHED_TOKENS), _batches(held_out, MEASURED_TOKENS), used, f"held out of {name}"
+        _batches(data.train, SEARCHED_TOKENS),
+        _batches(data.held_out, MEASURED_TOKENS),
+        _joined(data.used),
+        judging or f"held out of {learnt}",
     )
 
 

@@ -15,12 +15,12 @@ class RclaSettings(MethodRequest):
     """R-CLA as asked for. Layers are counted from 1. One of the first three says which layers keep a cache.
 
     share_every: the first of every so many layers keeps its cache, the others read it (default 4).
-    keep_layers: the keepers, named. keep_ratio: a share of layers, chosen by what the loss on held-out text says.
+    keep_layers: the keepers, named. keep_ratio: a share of layers, chosen by the loss on some of the training text.
     data: training texts: .txt, or jsonl with `text`, `prompt` and `completion`, or `messages`.
     validation: held-out texts; None holds back a part of `data`.
     cross_prob: probability that a layer reads an earlier layer's keys and values in a training pass.
     sequence_length: tokens of a training sequence; batch_size: sequences of one optimiser step, on all devices.
-    micro_batch: sequences of one pass; None is chosen from the memory.
+    micro_batch: sequences of one pass; None: some 4,096 tokens, see `rcla_plan`.
     loss_on: every token, or answers only (completions, assistant turns).
     lora: rank; None trains all weights. checkpoint_every: optimiser steps between two checkpoints.
     """

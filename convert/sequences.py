@@ -100,8 +100,12 @@ class Sequences:
 
     def _rows(self, ends: Tensor) -> list[tuple[int, int]]:
         stops = ends.tolist()
-        spans = zip([0, *stops], stops, strict=False)
-        return [(begin, min(end, begin + self.length + 1)) for begin, end in spans if end - begin > 1]
+        spans: list[tuple[int, int]] = []
+        for begin, end in zip([0, *stops], stops, strict=False):
+            own = self.length + (not self._starts_bare(begin))
+            if end - begin > own - self.length:
+                spans.append((begin, min(end, begin + own)))
+        return spans
 
     def _row(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         ids = self._ids[begin:end].long()

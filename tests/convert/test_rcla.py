@@ -178,6 +178,32 @@ def test_changed_settings_never_resume(request_for) -> None:
         convert(request_for("changed", share_every=2, cross_prob=0.3))
 
 
+def test_a_file_that_judges_instead_of_training_is_another_conversion(request_for, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text(encoding="utf-8").replace("river", "valley"), encoding="utf-8")
+    made = [
+        plan(request_for("either", **given), SilentReporter()).fingerprint()
+        for given in ({"data": (text, other)}, {"data": (text,), "validation": other})
+    ]
+    assert made[0] != made[1]
+
+
+def test_nothing_is_judged_by_what_was_trained_on(request_for, tmp_path: Path) -> None:
+    data = tmp_path / "one.jsonl"
+    data.write_text(json.dumps({"text": "The river leaves the mountains. " * 9}) + "\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="held out"):
+        convert(request_for("judged", data=(data,)))
+
+
+def test_the_plan_compares_caches_where_they_differ(request_for) -> None:
+    def cache(share_every: int) -> str:
+        lines = plan(request_for("planned", share_every=share_every), SilentReporter()).lines()
+        return next(line for line in lines if line.startswith("Cache"))
+
+    assert "instead of" in cache(2)
+    assert "instead of" not in cache(1)
+
+
 def test_a_searched_map_is_measured_beside_the_even_one(request_for) -> None:
     heard = Listening()
     path = convert(request_for("searched", keep_ratio=0.5, steps=5), heard)
@@ -219,7 +245,8 @@ def test_answers_of_rows_that_are_not_packed(request_for, tmp_path: Path) -> Non
     answers = sum(len(row["completion"]) for row in rows[:7])
     eos = 7
     assert manifest.quality.tokens == answers + eos - cut_off(rows[:7])
-    assert manifest.method(Rcla).training.data.name == "rows.jsonl, held.jsonl"
+    assert manifest.method(Rcla).training.data.name == "rows.jsonl"
+    assert manifest.quality.text == "held.jsonl"
     assert points(path)[2][1] < points(path)[2][0] / 4
 
 

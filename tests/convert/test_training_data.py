@@ -207,6 +207,18 @@ def test_unpacked_keeps_rows_apart(rows: list, length: int, loss_on: str) -> Non
         assert targets.tolist() == wanted + [IGNORED] * (batch.ids.shape[1] - count)
 
 
+@given(ROWS, st.integers(2, 7))
+@settings(max_examples=40, deadline=None)
+def test_a_bos_put_before_a_row_counts_as_one_of_its_tokens(rows: list, length: int) -> None:
+    sequences = open_rows(rows, length=length, packed=False, bos=1)
+    assert len(sequences) == len(rows)
+    for index, row in enumerate(rows):
+        ids = [token for token, _ in row[:length]]
+        batch = sequences.batch([index])
+        assert batch.ids.tolist() == [[1, *ids[:-1]]]
+        assert batch.targets.tolist() == [ids]
+
+
 def test_a_row_that_begins_with_bos_gets_no_second_one() -> None:
     rows = [[(1, False), (5, False), (6, False), (7, False), (8, False)]]
     sequences = open_rows(rows, length=2, packed=True, bos=1)
@@ -253,7 +265,19 @@ def test_evaluation_files_are_held_out(tmp_path: Path) -> None:
     data = prepare(path, evaluation=(other,), held_out=0.5)
     assert set("".join(text_of(data.train))) == {"a"}
     assert set("".join(text_of(data.held_out))) == {"b"}
-    assert [used.tokens for used in data.used] == [51, 21]
+    assert [used.tokens for used in data.used] == [51]
+    assert [used.tokens for used in data.evaluation] == [21]
+
+
+def test_the_same_files_are_not_the_same_data_when_one_of_them_judges(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    path.write_text("a" * 50, encoding="utf-8")
+    other.write_text("b" * 50, encoding="utf-8")
+    judged = prepare(path, evaluation=(other,))
+    made = DataSettings(files=(path, other), held_out=0.0, length=8)
+    learnt = prepare_data(made, TOKENIZER, Template(CHATML), tmp_path / "work", SilentReporter())
+    assert learnt.fingerprint != judged.fingerprint
+    assert set("".join(text_of(learnt.train)).replace(EOS, "")) == {"a", "b"}
 
 
 def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
