@@ -179,7 +179,7 @@ def rcla_options(
     micro_batch: Annotated[
         int | None,
         typer.Option(
-            "--micro-batch", min=1, metavar="N", rich_help_panel=RCLA, help="Sequences a pass (default: what fits)."
+            "--micro-batch", min=1, metavar="N", rich_help_panel=RCLA, help="Sequences a pass (default: 4,096 tokens)."
         ),
     ] = None,
     loss_on: Annotated[

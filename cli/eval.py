@@ -21,6 +21,8 @@ EXAMPLES = eval_text.EXAMPLES + eval_labels.EXAMPLES
 TEXT = "Text"
 LABELS = "Labelled rows"
 _TEXT_ONLY = ("limit_tokens",)
+_ANSWERING = ("prefill", "chat_template")
+"""Options of opening a bundle that mean nothing to a text which is only read."""
 _LABELS_ONLY = ("field", "label_field", "limit", "report", "plot", "threshold", "max_drop", "batch_size", "force")
 
 
@@ -94,4 +96,5 @@ def command(
         eval_labels.evaluate_labels(bundle, rows, settings, asked, reporter=reporter, as_json=as_json)
     elif text is not None:
         refuse(ctx, _LABELS_ONLY, "is for --labels")
+        refuse(ctx, _ANSWERING, "is for run and chat")
         eval_text.evaluate_text(bundle, text, settings, limit=limit_tokens, reporter=reporter, as_json=as_json)

@@ -20,7 +20,7 @@ from ..runtime.quality import LOGIT_BYTES
 from .backbone import BackbonePlan
 from .calibration import read_text
 from .opening import Opened, open_request
-from .preflight import check_disk, check_memory, human
+from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
 from .quantise import Recipe
 from .ready_made import needs_float_zeros
 from .request import ConvertRequest
@@ -31,8 +31,6 @@ from .workspace import work_folder
 
 DEFAULT_GROUP = 64
 """Inputs per scale; argued from the table in docs/quantization.md."""
-_PROGRAM_BYTES = 600 << 20
-"""What Python and torch hold before any model."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Plan:
         tokens = self.request.settings.calibration_tokens + 8192
         activations = 4 * tokens * arch.hidden_size * item
         hessian = 4 * arch.intermediate_size**2 * 4 if self._calibrated else 0
-        return _PROGRAM_BYTES + head + block * (item + 1) + 5 * 4 * largest + hessian + activations + LOGIT_BYTES * 2
+        return PROGRAM_BYTES + head + block * (item + 1) + 5 * 4 * largest + hessian + activations + LOGIT_BYTES * 2
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""

@@ -7,6 +7,8 @@ import psutil
 
 from ..errors import ResourceError
 
+PROGRAM_BYTES = 600 << 20
+"""What Python and torch hold before any model."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -3,8 +3,7 @@
 On accelerate, which reads what `torchrun` and `accelerate launch` set and opens the connection. Knows no model.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,15 +33,6 @@ class Processes:
         for work in works:
             if work is not None:
                 work.wait()
-
-    @contextmanager
-    def leading_first(self) -> Iterator[None]:
-        """The leading process does what follows first (it writes files), the others after it (they read them)."""
-        if not self.leads:
-            self.wait()
-        yield
-        if self.leads:
-            self.wait()
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -37,7 +37,7 @@ from .kv_map import KVMap, keepers_of, search
 from .map_loss import Weights, losses
 from .processes import Processes, join
 from .rcla_judge import Measured, Texts, judge, retention, shipped_texts, texts_of
-from .rcla_plan import DEFAULT_GROUP, Plan, plan
+from .rcla_plan import DEFAULT_GROUP, RUN_WHOLE, Plan, plan
 from .sequences import Batch
 from .stream import Entry, HashingFile, lazy, write_safetensors
 from .token_file import read_tokens
@@ -49,8 +49,6 @@ from .writer import place_configs, place_shards, place_text_files, seal
 __all__ = ["Plan", "build", "plan"]
 
 _TRAINED, _RUN, _MAP, _QUALITY = "trained.safetensors", "training.json", "map.json", "quality.json"
-RUN_WHOLE = 2 << 30
-"""Bytes of weights up to which a model is held in memory whole, for the search and for the self-check."""
 
 
 def build(plan: Plan, reporter: Reporter) -> Path:

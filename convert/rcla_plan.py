@@ -18,13 +18,13 @@ from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
 from .data import DataSettings
 from .kv_map import KVMap, count_of, every, from_keepers, keepers_of, spread
-from .lora import LoraSettings, adapted
+from .lora import LoraSettings
 from .opening import Opened, open_request
-from .preflight import check_disk, check_memory, human
+from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
 from .rcla_request import RclaSettings
 from .request import ConvertRequest
 from .source import Source
-from .training_memory import plan_memory
+from .training_memory import plan_memory, trained_numbers
 from .training_settings import Precision, TrainingSettings
 from .workspace import work_folder
 from .writer import hash_file
@@ -35,10 +35,10 @@ RETENTION = (1, 2, 4)
 TOKENS_A_PASS = 4096
 """Tokens of one pass unless `--micro-batch` says otherwise; not chosen by the memory there is, so that a run goes on
 elsewhere."""
+RUN_WHOLE = 2 << 30
+"""Bytes of weights up to which a model is held in memory whole, for the search and for the self-check."""
 MEASURED_TOKENS = 16384
 """Tokens of held-out text at most under which maps are measured."""
-_PROGRAM_BYTES = 600 << 20
-"""What Python and torch hold before any model."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,16 @@ class Plan:
         """Bytes of disk needed: the bundle, the trained weights before it, and two checkpoints while one is written."""
         if not self.trains:
             return self.bundle_bytes
-        return self.bundle_bytes + self.whole_bytes + 2 * 12 * self._trained_parameters
+        return self.bundle_bytes + self.whole_bytes + 2 * 12 * trained_numbers(self.arch, self.lora)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""
+        given = self.settings.validation is not None
         return {
             **self.request.fingerprint(),
             "source": self.source.fingerprint(),
             "data": [hash_file(path).sha256 for path in self.settings.files],
+            **({"last_of_data": "validation"} if given else {}),  # the same files can all be trained on
             "programs": {"adapt-llm": __version__, "torch": torch.__version__},
         }
 
@@ -182,7 +184,9 @@ class Plan:
         which = "chosen by the loss of a text"
         if self.sources is not None:
             which = " ".join(str(layer + 1) for layer in keepers_of(self.sources))
-        share = f"{human(kv['kv_per_token'])} a token instead of {human(kv['dense_kv_per_token'])}"
+        share = f"{human(kv['kv_per_token'])} a token"
+        if self.keepers < arch.num_layers:
+            share += f" instead of {human(kv['dense_kv_per_token'])}"
         return [
             f"Source    {self.source.identity.id} ({arch.family}, {arch.num_layers} blocks)",
             f"Output    {self.request.output}",
@@ -207,8 +211,12 @@ class Plan:
 
     @cached_property
     def memory(self) -> int:
-        """Bytes of memory at the peak, estimated."""
-        return _PROGRAM_BYTES + (self._training_memory() if self.trains else self._measuring_memory())
+        """Bytes of memory at the peak, estimated; on a CPU those of all processes of this machine."""
+        needed = PROGRAM_BYTES + self._measuring_memory()
+        if not self.trains:
+            return needed
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.opened.device.type == "cpu" else 1
+        return max(needed, sharing * (PROGRAM_BYTES + self._training_memory()))
 
     def _training_memory(self) -> int:
         return plan_memory(
@@ -217,26 +225,19 @@ class Plan:
             length=self.settings.sequence_length,
             lora=self.lora,
             frozen_dtype=self.frozen_dtype,
+            precision=self.precision,
             checkpointing=self.settings.gradient_checkpointing,
         )
 
     def _measuring_memory(self) -> int:
-        """A block, the head, and the states of the text under all maps."""
+        """A block and the head, or a small model whole, and the states of the text under all maps."""
         arch, item = self.arch, self.opened.dtype.itemsize
-        block = sum(prod(shape) for shape in arch.block_tensors(0).values())
-        head = arch.vocab_size * arch.hidden_size * (1 if arch.tied else 2)
+        weights = trained_numbers(arch)
+        if self.whole_bytes > RUN_WHOLE:
+            block = sum(prod(shape) for shape in arch.block_tensors(0).values())
+            weights = block + arch.vocab_size * arch.hidden_size * (1 if arch.tied else 2)
         states = MEASURED_TOKENS * (arch.hidden_size + 2 * arch.num_kv_heads * arch.head_dim) * (len(self.maps) + 1)
-        return item * (block + head + 2 * states) + 2 * LOGIT_BYTES
-
-    @property
-    def _parameters(self) -> int:
-        return sum(prod(shape) for shape in self.arch.tensors().values())
-
-    @cached_property
-    def _trained_parameters(self) -> int:
-        if self.lora is None:
-            return self._parameters
-        return sum(self.lora.rank * (N + K) for N, K in adapted(self.arch, self.lora.targets).values())
+        return item * (weights + 2 * states) + 2 * LOGIT_BYTES
 
     def _kv_bytes(self) -> dict[str, int]:
         layer = 2 * self.arch.num_kv_heads * self.arch.head_dim * self.opened.dtype.itemsize

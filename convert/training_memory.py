@@ -7,6 +7,7 @@ import torch
 from ..runtime.architecture import Architecture
 from .cross_entropy import LOGIT_BYTES
 from .lora import LoraSettings, adapted
+from .training_settings import Precision
 
 _FLOAT = 4
 
@@ -18,21 +19,28 @@ def plan_memory(
     length: int,
     lora: LoraSettings | None = None,
     frozen_dtype: torch.dtype = torch.float32,
+    precision: Precision = "fp32",
     checkpointing: bool = False,
 ) -> int:
     """Return the bytes at the peak of a step: weights, gradients, AdamW's moments, activations, logits.
 
     `tokens` are those of one pass (sequences times their length), `length` those of one sequence. Activations are
-    counted as float32, so with bf16 products it is less.
+    counted as float32, so with bf16 products it is less; those need a copy of what is trained.
     """
-    weights = sum(prod(shape) for shape in arch.tensors().values())
-    trained, frozen = weights, 0
+    trained, frozen = trained_numbers(arch, lora), 0
     if lora is not None:
-        trained = sum(lora.rank * (N + K) for N, K in adapted(arch, lora.targets).values())
-        frozen = weights * frozen_dtype.itemsize
+        frozen = trained_numbers(arch) * frozen_dtype.itemsize
+    copies = trained * torch.bfloat16.itemsize if precision == "bf16" else 0
     head = _FLOAT * arch.vocab_size * arch.hidden_size * (0 if lora else 2)  # its gradient, and the embedding's
     activations = _FLOAT * tokens * activation_floats(arch, length=length, checkpointing=checkpointing)
-    return frozen + 4 * _FLOAT * trained + head + activations + 2 * LOGIT_BYTES
+    return frozen + 4 * _FLOAT * trained + copies + head + activations + 2 * LOGIT_BYTES
+
+
+def trained_numbers(arch: Architecture, lora: LoraSettings | None = None) -> int:
+    """How many numbers training changes: all weights, or LoRA's matrices."""
+    if lora is None:
+        return sum(prod(shape) for shape in arch.tensors().values())
+    return sum(lora.rank * (N + K) for N, K in adapted(arch, lora.targets).values())
 
 
 def activation_floats(arch: Architecture, *, length: int, checkpointing: bool) -> int:

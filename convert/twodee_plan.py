@@ -24,7 +24,7 @@ from .features import PIECE_DOCUMENTS
 from .labelled import LabelledData, Split, Text, class_weights, read_labelled, split, split_given
 from .lora import LoraSettings
 from .opening import Opened, open_request
-from .preflight import check_disk, check_memory, human
+from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
 from .request import ConvertRequest
 from .source import Source
 from .training_settings import Precision, TrainingSettings
@@ -34,8 +34,6 @@ from .workspace import work_folder
 from .writer import hash_file
 
 ADAPTERS_FILE = f"{ADAPTERS}.safetensors"
-_PROGRAM_BYTES = 600 << 20
-"""What Python and torch hold before any model."""
 _TUNING_BYTES = 4 << 30
 """Activations, LoRA's matrices and their moments, about."""
 _SAMPLE = 100
@@ -169,7 +167,7 @@ class Plan:
         tokens = self.tokens * PIECE_DOCUMENTS // len(self.texts) + 2048
         running = self._weights(self.dtype.itemsize) + 8 * tokens * self.arch.intermediate_size * self.dtype.itemsize
         tuning = 0 if self.lora is None else self._weights(self.frozen_dtype.itemsize) + _TUNING_BYTES
-        return _PROGRAM_BYTES + max(running, 8 * self.adapter_bytes, tuning)
+        return PROGRAM_BYTES + max(running, 8 * self.adapter_bytes, tuning)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""

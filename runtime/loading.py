@@ -74,6 +74,7 @@ def refuse_exits(bundle: Bundle, options: SessionOptions) -> None:
     """Raise UsageError where an option is set that only River bundles have."""
     given = {"--tau": options.tau is not None, "--resident": options.resident is not None}
     given |= {"--prefill dense": options.prefill != "exit", "--gpu-memory": options.gpu_memory is not None}
+    given |= {"--offload stream": options.offload != "drop"}
     wrong = [flag for flag, asked in given.items() if asked]
     if wrong:
         names = ", ".join(method.name for method in bundle.manifest.methods)

@@ -82,6 +82,16 @@ def test_texts_that_cannot_be_read(
     assert not asked
 
 
+@pytest.mark.parametrize("option", [("--prefill", "dense"), ("--chat-template", "chatml"), ("--field", "a")])
+def test_what_would_change_nothing_is_refused(
+    option: tuple[str, str], adapt: Invoke, asked: list[dict[str, Any]]
+) -> None:
+    code, _, err = adapt("eval", "b", "--text", "-", *option, stdin="text")
+    assert code == 2
+    assert option[0] in err
+    assert not asked
+
+
 def test_something_must_be_given(adapt: Invoke, asked: list[dict[str, Any]]) -> None:
     code, _, err = adapt("eval", "b")
     assert code == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapt_llm.convert import quantise, rcla
+from adapt_llm.convert import quantise, rcla, rcla_plan
 from adapt_llm.convert.export import export
 from adapt_llm.convert.kv_map import every
 from adapt_llm.convert.rcla import build, plan
@@ -202,6 +202,14 @@ def test_the_plan_compares_caches_where_they_differ(request_for) -> None:
 
     assert "instead of" in cache(2)
     assert "instead of" not in cache(1)
+
+
+def test_processes_of_one_machine_share_its_memory(request_for, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_for("shared", micro_batch=1)
+    alone = plan(request, SilentReporter()).memory
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(rcla_plan, "check_memory", lambda *_, **__: None)
+    assert plan(request, SilentReporter()).memory > 2 * alone
 
 
 def test_a_searched_map_is_measured_beside_the_even_one(request_for) -> None:

@@ -41,5 +41,6 @@ def test_weights_count_four_times_and_frozen_ones_once(tiny_model) -> None:
     none = plan_memory(arch, tokens=0, length=0)
     lora = plan_memory(arch, tokens=0, length=0, lora=LoraSettings(rank=1), frozen_dtype=torch.bfloat16)
     assert none - lora > 16 * size - 2 * size - 16 * size / 10
+    assert plan_memory(arch, tokens=0, length=0, precision="bf16") - none == 2 * size
     more = plan_memory(arch, tokens=64, length=32)
     assert more - none == 4 * 64 * activation_floats(arch, length=32, checkpointing=False)
