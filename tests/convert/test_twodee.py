@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def request_for(tiny_llama: Path, data: Path):
     def make(output: Path, source: Path = tiny_llama, **settings) -> ConvertRequest:
         asked = {"data": data, "prompt": "Label: ", "max_tokens": 100, "hidden": 16, "epochs": 12}
-        asked |= {"learning_rate": 3e-3, **settings}
+        asked |= {"learning_rate": 5e-3, "max_drop": 0.1, **settings}
         return ConvertRequest(source=str(source), output=output, settings=TwoDeeSettings(**asked), threads=1)
 
     return make
