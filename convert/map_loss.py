@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..runtime.block import Block
+from ..runtime.cache import OneLayer
 from ..runtime.decoder import Decoder
 from ..runtime.progress import Task
 from ..runtime.quality import LOGIT_BYTES
@@ -38,28 +39,6 @@ class _State:
 
     h: Sequence[Tensor]
     kept: Sequence[Pairs]
-
-
-class _Given:
-    """The `KVStore` of one block in one pass: it reads what it was given, or its own."""
-
-    def __init__(self, given: tuple[Tensor, Tensor] | None) -> None:
-        self._given = given
-        self.own: tuple[Tensor, Tensor] | None = None
-
-    def store(self, step: Step, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002 - see KVStore
-        """See `KVStore.store`."""
-        self.own = (k, v)
-
-    def fetch(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - see KVStore
-        """See `KVStore.fetch`."""
-        pair = self._given or self.own
-        if pair is None:
-            raise ValueError(f"layer {layer + 1} has stored no keys and values")
-        return pair
-
-    def claim(self, step: Step, layer: int) -> None:
-        """See `KVStore.claim`."""
 
 
 @torch.inference_mode()
@@ -132,7 +111,7 @@ def _advance(state: _State, block: Block, steps: Sequence[Step], source: int, ne
     streams: list[Tensor] = []
     kept: list[Pairs] = []
     for h, below, step in zip(state.h, state.kept, steps, strict=True):
-        store = _Given(None if source == block.index else below[source])
+        store = OneLayer(None if source == block.index else below[source])
         streams.append(block(h, step, store))
         pairs = below if store.own is None else {**below, block.index: store.own}
         kept.append({layer: pair for layer, pair in pairs.items() if layer in needed})

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..quant.linear import DenseLinear, Linear
 from ..runtime.architecture import Architecture
 from ..runtime.block import Block
-from ..runtime.cache import PassStore
+from ..runtime.cache import OneLayer, PassStore
 from ..runtime.decoder import Decoder, load_block, load_frame
 from ..runtime.safetensors_file import TensorInfo
 from ..runtime.step import Step
@@ -195,31 +195,11 @@ class Trainable(nn.Module):
         return h
 
 
-class _OneLayer:
-    """The `KVStore` of one block: it reads the keys and values it was given, or its own."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self._given = given
-        self.own: Sequence[Tensor] = ()
-
-    def store(self, step: Step, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002 - see KVStore
-        """See `KVStore.store`."""
-        self.own = (k, v)
-
-    def fetch(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - see KVStore
-        """See `KVStore.fetch`."""
-        k, v = self._given or self.own
-        return k, v
-
-    def claim(self, step: Step, layer: int) -> None:
-        """See `KVStore.claim`."""
-
-
 def _pure(block: Block, step: Step) -> Callable[..., tuple[Tensor, ...]]:
     """The block as a function of tensors alone, since what is computed again must not write to the pass's store."""
 
     def run(h: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        kv = _OneLayer(given)
-        return block(h, step, kv), *kv.own
+        kv = OneLayer((given[0], given[1]) if given else None)
+        return block(h, step, kv), *(kv.own or ())
 
     return run

@@ -84,6 +84,28 @@ class PassStore:
         """See `KVStore.claim`."""
 
 
+class OneLayer:
+    """The store of one block in one pass: it reads the keys and values that it was given, or its own."""
+
+    def __init__(self, given: tuple[Tensor, Tensor] | None) -> None:
+        self._given = given
+        self.own: tuple[Tensor, Tensor] | None = None
+
+    def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002 - see KVStore
+        """See `KVStore.store`."""
+        self.own = (k, v)
+
+    def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - see KVStore
+        """See `KVStore.fetch`."""
+        pair = self._given or self.own
+        if pair is None:
+            raise ValueError(f"layer {layer + 1} has stored no keys and values")
+        return pair
+
+    def claim(self, step: "Step", layer: int) -> None:
+        """See `KVStore.claim`."""
+
+
 class KVCache:
     """Static buffers [B, kv_heads, capacity, head_dim], one pair per slot, and how much of each row is filled.
 

@@ -390,3 +390,9 @@ def test_two_processes_make_one_bundle(request_for, tiny_llama: Path, text: Path
         keepers: pytest.approx(each, rel=1e-3) for keepers, each in points(alone).items()
     }
     assert verify(tmp_path / "two", reporter=SilentReporter(), self_check=self_check).ok
+
+
+def test_options_of_other_methods_are_refused(trained: Path) -> None:
+    for given in ({"tau": 0.5}, {"resident": 2}, {"prefill": "dense"}, {"offload": "stream"}):
+        with pytest.raises(UsageError, match="River bundles"):
+            load_model(Bundle.open(trained), SessionOptions(device="cpu", **given))

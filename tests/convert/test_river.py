@@ -18,8 +18,8 @@ from adapt_llm.convert.calibration import load_calibration
 from adapt_llm.convert.export import export
 from adapt_llm.convert.judge import Verdict
 from adapt_llm.convert.request import ConvertRequest
-from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.convert.river import build, plan
+from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.errors import FormatError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.exits import FixedExit
