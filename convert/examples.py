@@ -41,8 +41,9 @@ class ExampleReader:
     def __init__(self, tokenizer: "Tokenizer", template: "Template | None") -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._after = _put_after(tokenizer)
         eos = tokenizer.eos_token
-        self.eos = None if eos is None else tokenizer.backend.token_to_id(eos)
+        self.eos = next(iter(self._after), None) if eos is None else tokenizer.backend.token_to_id(eos)
 
     def read(self, row: Row) -> Example:
         """Raise ValueError, saying why, for a row that cannot be trained on."""
@@ -54,7 +55,7 @@ class ExampleReader:
             return self._answered(row.fields["prompt"], row.fields.get("completion"))
         if not isinstance(row.content, str):
             raise ValueError("there is neither text, nor prompt and completion, nor messages")  # noqa: TRY004 - a row
-        return self._ended(self._tokenizer.encode(row.content), None)
+        return self._ended(self._begun(row.content), None)
 
     def document(self, text: str) -> Iterator[list[int]]:
         """One long text, begun as the tokenizer begins texts and ended with EOS, in pieces.
@@ -65,7 +66,8 @@ class ExampleReader:
         while starts[-1] + CHUNK < len(text) and (found := _BREAK.search(text, starts[-1] + CHUNK)):
             starts.append(found.end())
         for begin, end in pairwise([*starts, len(text)]):
-            yield self._tokenizer.encode(text[begin:end], add_special_tokens=begin == 0)
+            part = text[begin:end]
+            yield self._tokenizer.encode(part, add_special_tokens=False) if begin else self._begun(part)
         if self.eos is not None:
             yield [self.eos]
 
@@ -98,15 +100,27 @@ class ExampleReader:
         """Tokens of the text; those that begin in one of the spans are answers."""
         encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
         answers = [any(begin <= at < end for begin, end in spans) for at, _ in encoding.offsets]
-        whole = self._tokenizer.encode(text) if special else encoding.ids
-        extra = len(whole) - len(encoding.ids)  # BOS
-        return self._ended(whole, [False] * extra + answers)
+        ids = self._begun(text) if special else encoding.ids
+        # Both end alike: BOS may come before the text's tokens, or one that the text spells may be gone.
+        return self._ended(ids, ([False] * len(ids) + answers)[len(answers) :])
+
+    def _begun(self, text: str) -> list[int]:
+        """Tokens of a text, begun as the tokenizer begins texts; what it puts after them is left to `_ended`."""
+        ids = self._tokenizer.encode(text)
+        return ids[: len(ids) - len(self._after)]
 
     def _ended(self, ids: Sequence[int], answers: Sequence[bool] | None) -> Example:
         marks = list(answers) if answers is not None else [False] * len(ids)
         if self.eos is None or any(index in self._tokenizer.stop_ids for index in ids[-_END_MARKS:]):
             return Example(ids, marks)
         return Example([*ids, self.eos], [*marks, answers is not None])
+
+
+def _put_after(tokenizer: "Tokenizer") -> list[int]:
+    """Tokens that the tokenizer puts after every text."""
+    encoding = tokenizer.backend.encode("a")
+    inside = [at for at, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+    return encoding.ids[inside[-1] + 1 :] if inside else []
 
 
 def _answer_spans(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from adapt_llm.convert import examples
 from adapt_llm.convert.data import DataSettings, TrainingData, prepare_data
@@ -35,14 +35,17 @@ DROPS_THOUGHTS = (
 BOS, EOS = "<bos>", "<|im_end|>"
 
 
-def make_tokenizer(*, bos: bool = False) -> Tokenizer:
-    """A token a byte."""
+def make_tokenizer(*, bos: bool = False, around: str | None = None, eos: str | None = EOS) -> Tokenizer:
+    """A token a byte; `around` is a post-processor's template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([BOS, EOS, "<|im_start|>"])
-    return Tokenizer(backend, {"bos_token": BOS, "eos_token": EOS, "add_bos_token": bos})
+    if around is not None:
+        special = [(name, backend.token_to_id(name)) for name in (BOS, EOS)]
+        backend.post_processor = processors.TemplateProcessing(around, special_tokens=special)
+    return Tokenizer(backend, {"bos_token": BOS, "eos_token": eos, "add_bos_token": bos})
 
 
 TOKENIZER, WITH_BOS = make_tokenizer(), make_tokenizer(bos=True)
@@ -116,6 +119,26 @@ def test_prompt_and_completion_are_turns_or_one_text(tokenizer: Tokenizer) -> No
     assert answer(plain) == f"réponse{EOS}"
     assert (plain.ids[0] == BOS_ID) == (tokenizer is WITH_BOS)
     assert tokenizer.decode(plain.ids, skip_special_tokens=True) == "question réponse"
+
+
+@pytest.mark.parametrize("around", ["$A <|im_end|>", "<bos> $A <|im_end|>", "<bos> $A", "$A"])
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("prompt", ["question ", f"{BOS}question "])
+@pytest.mark.parametrize("eos", [EOS, None])
+def test_what_a_tokenizer_puts_around_a_text_shifts_no_answer(
+    around: str, bos: bool, prompt: str, eos: str | None
+) -> None:
+    tokenizer = make_tokenizer(bos=bos, around=around, eos=eos)
+    end = EOS if eos or EOS in around else ""
+    found = example({"prompt": prompt, "completion": "réponse"}, None, tokenizer)
+    assert answer(found, tokenizer) == f"réponse{end}"
+    whole = [*tokenizer.backend.encode("question réponse", add_special_tokens=False).ids, *([EOS_ID] if end else [])]
+    begun = [BOS_ID] if bos or (prompt.startswith(BOS) and not around.startswith(BOS)) else []
+    assert found.ids == [*begun, *whole]
+    text = example({"text": "question réponse"}, None, tokenizer)
+    (*pieces,) = ExampleReader(tokenizer, None).document("question réponse")
+    assert text.ids == [index for piece in pieces for index in piece] == [*[BOS_ID] * bos, *whole]
+    assert not any(text.answers)
 
 
 @pytest.mark.parametrize(
