@@ -93,6 +93,10 @@ class Architecture:
         query = self.num_heads * self.head_dim
         return (query + narrow, narrow) if self.has_kv(index) else (query,)
 
+    def kv_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of keys and values that a token takes in a cache of `slots`, `itemsize` for each number (16 bits)."""
+        return len(set(self.kv_sources)) * 2 * self.num_kv_heads * self.head_dim * itemsize
+
     def share(self, sources: Sequence[int]) -> "Architecture":
         """The same model with layer l reading the keys and values of `sources[l]` (R-CLA's map, counted from 0)."""
         if len(sources) != self.num_layers:

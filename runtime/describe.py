@@ -17,7 +17,7 @@ from .bundle import ADAPTERS, BACKBONE, RIVER, Bundle
 from .manifest import Manifest
 from .methods import River, TwoDee
 
-_TWO_BYTES = 2  # 16-bit weights, keys and values
+_TWO_BYTES = 2  # 16-bit weights
 _RUN_TIME_ONLY_ON_DEMAND = frozenset({"g_idx"})  # trivial in what this package writes; not kept in memory
 _LICENCE_LINE = re.compile(r"^license:\s*[\"']?([\w.+-]+)", re.MULTILINE)
 
@@ -133,12 +133,11 @@ def _layers(architecture: Architecture, manifest: Manifest, resident: int) -> li
 def _bytes(bundle: Bundle, architecture: Architecture) -> dict[str, int]:
     parts = {"backbone": bundle.weight_bytes(BACKBONE), "river": bundle.weight_bytes(RIVER)}
     parts |= {"junctions": bundle.weight_bytes("junctions"), "adapters": bundle.weight_bytes(ADAPTERS)}
-    layer = 2 * architecture.num_kv_heads * architecture.head_dim * _TWO_BYTES
     return {
         **parts,
         "total": sum(parts.values()),
-        "kv_per_token": layer * len(set(architecture.slots)),
-        "dense_kv_per_token": layer * architecture.num_layers,
+        "kv_per_token": architecture.kv_bytes(),
+        "dense_kv_per_token": architecture.share(range(architecture.num_layers)).kv_bytes(),
     }
 
 

@@ -128,7 +128,7 @@ def _planned(
     )
     per_block = (large.total - small.total) // (arch.num_layers - least)
     positions = options.ctx_size or min(arch.max_positions, 4096)
-    kv = 2 * arch.num_kv_heads * arch.head_dim * dtype.itemsize * len(set(arch.slots)) * positions
+    kv = arch.kv_bytes(dtype.itemsize) * positions
     streamed = 2 * per_block if options.offload == "stream" else 0
     fixed = small.total - least * per_block + kv + streamed
     return plan_resident(budget=budget, fixed=fixed, per_block=per_block, num_layers=arch.num_layers, least=least)
