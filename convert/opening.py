@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Generic
 
 import torch
 from tokenizers import Tokenizer
 
+from .. import __version__
 from ..errors import FormatError, UnsupportedError
 from ..runtime.architecture import Architecture
 from ..runtime.bundle import Bundle
@@ -19,7 +21,7 @@ from ..runtime.methods import MethodSettings
 from ..runtime.progress import Reporter
 from ..runtime.safetensors_file import LFS_MARK
 from .backbone import BackbonePlan, plan_backbone
-from .request import ConvertRequest, MethodRequest
+from .request import ConvertRequest, MethodRequest, S_co
 from .source import Source, open_source
 from .source_bundle import BundleSource
 from .workspace import check_output, check_replaceable, work_folder
@@ -70,6 +72,69 @@ class Opened:
             revision=self.source.identity.revision,
             dtype=torch.bfloat16,
         )
+
+
+@dataclass(frozen=True)
+class OpenedPlan(Generic[S_co]):
+    """What the plan of every method is made from, and what it says of it."""
+
+    request: ConvertRequest[S_co]
+    opened: Opened
+
+    @property
+    def settings(self) -> S_co:
+        """What was asked of the method."""
+        return self.request.settings
+
+    @property
+    def source(self) -> Source:
+        """What is converted."""
+        return self.opened.source
+
+    @property
+    def arch(self) -> Architecture:
+        """Its geometry, with the map of an R-CLA bundle."""
+        return self.opened.arch
+
+    @property
+    def backbone(self) -> BackbonePlan:
+        """How the 16-bit weights get into the bundle when the method leaves them as they are."""
+        return self.opened.backbone
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work runs."""
+        return self.opened.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which blocks run."""
+        return self.opened.dtype
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the result's bytes depend on, as JSON; a method adds the content of its files."""
+        return {
+            **self.request.fingerprint(),
+            "source": self.source.fingerprint(),
+            "programs": {"adapt-llm": __version__, "torch": torch.__version__},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan for scripts; a method adds what it will do."""
+        identity = self.source.identity
+        return {
+            "source": {"id": identity.id, "revision": identity.revision},
+            "output": str(self.request.output),
+            "method": self.request.method,
+            "family": self.arch.family,
+            "num_layers": self.arch.num_layers,
+            "device": str(self.device),
+        }
+
+    @property
+    def origin(self) -> str:
+        """The source for people."""
+        return f"{self.source.identity.id} ({self.arch.family}, {self.arch.num_layers} blocks)"
 
 
 def open_request(

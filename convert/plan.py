@@ -8,24 +8,19 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import torch
-
-from .. import __version__
 from ..errors import UnsupportedError, UsageError
 from ..quant.layout import choose_group_size, packed_shapes
 from ..quant.quantizers import QUANTIZERS
-from ..runtime.architecture import Architecture
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
-from .backbone import BackbonePlan
 from .calibration import read_text
-from .opening import Opened, open_request
+from .opening import OpenedPlan, open_request
 from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
 from .quantise import Recipe
 from .ready_made import needs_float_zeros
 from .request import ConvertRequest
 from .river_request import RiverSettings
-from .source import GptqCheckpoint, Source, open_gptq
+from .source import GptqCheckpoint, open_gptq
 from .source_identity import sha256_json
 from .workspace import work_folder
 
@@ -34,39 +29,12 @@ DEFAULT_GROUP = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(OpenedPlan[RiverSettings]):
     """A conversion that may start."""
 
-    request: ConvertRequest[RiverSettings]
-    opened: Opened
     recipe: Recipe
     ready_made: GptqCheckpoint | None
     float_zeros: bool
-
-    @property
-    def source(self) -> Source:
-        """What is converted."""
-        return self.opened.source
-
-    @property
-    def arch(self) -> Architecture:
-        """Its geometry."""
-        return self.opened.arch
-
-    @property
-    def backbone(self) -> BackbonePlan:
-        """How the 16-bit weights get into the bundle."""
-        return self.opened.backbone
-
-    @property
-    def device(self) -> torch.device:
-        """Where the work runs."""
-        return self.opened.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the blocks run."""
-        return self.opened.dtype
 
     @property
     def exit_indices(self) -> range:
@@ -110,28 +78,21 @@ class Plan:
         """What the result's bytes depend on, as JSON."""
         _, text = read_text(self.request.settings.calibration)
         return {
-            **self.request.fingerprint(),
-            "source": self.source.fingerprint(),
+            **super().fingerprint(),
             "ready_made": self.ready_made.fingerprint() if self.ready_made else None,
             "calibration": sha256_json(text.decode("utf-8", errors="replace")),
-            "programs": {"adapt-llm": __version__, "torch": torch.__version__},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """The plan for scripts."""
         return {
-            "source": {"id": self.source.identity.id, "revision": self.source.identity.revision},
-            "output": str(self.request.output),
-            "method": self.request.method,
-            "family": self.arch.family,
-            "num_layers": self.arch.num_layers,
+            **super().to_dict(),
             "exit_layers": [index + 1 for index in self.exit_indices],
             "quantizer": "ready-made" if self.ready_made else self.recipe.quantizer.name,
             "group_size": self.group_size,
             "bytes": {"backbone": self.backbone.nbytes, "river": self.river_bytes},
             "disk_bytes": self.disk,
             "memory_bytes": self.memory,
-            "device": str(self.device),
         }
 
     def lines(self) -> list[str]:
@@ -149,7 +110,7 @@ class Plan:
         if self.backbone.entries:
             backbone = "rewritten"
         return [
-            f"Source    {self.source.identity.id} ({arch.family}, {arch.num_layers} blocks)",
+            f"Source    {self.origin}",
             f"Output    {request.output}",
             f"Backbone  {human(self.backbone.nbytes)}, {backbone}",
             f"River     exit layers {first} to {last}, 4 bits, {group}, {how}: {human(self.river_bytes)}; {rule}",
