@@ -26,29 +26,26 @@ from ..runtime.manifest import Backbone, Base, Manifest
 from ..runtime.manifest import Quality as QualityRecord
 from ..runtime.manifest import SelfCheck as SelfCheckRecord
 from ..runtime.methods import Rcla, TrainingRun
-from ..runtime.progress import Reporter, SilentReporter
+from ..runtime.progress import Reporter
 from ..runtime.self_check import compare, run_dense_check, self_check_ids
 from ..runtime.store import TensorStore, open_files, open_safetensors
-from ..runtime.template import Template, has_template
 from ..runtime.text import Tokenizer
-from .cross_layer import CrossLayer
-from .data import TrainingData, prepare_data
+from .data import TrainingData
 from .kv_map import KVMap, keepers_of, search
 from .map_loss import Weights, losses
 from .processes import Processes, join
 from .rcla_judge import Measured, Texts, judge, retention, shipped_texts, texts_of
 from .rcla_plan import DEFAULT_GROUP, RUN_WHOLE, Plan, plan
+from .rcla_training import TRAINED, Trainer, prepare
 from .sequences import Batch
-from .stream import Entry, HashingFile, lazy, write_safetensors
-from .token_file import read_tokens
-from .trainable import Trainable
-from .training import train
+from .stream import HashingFile, lazy, write_safetensors
+from .trainable import trained_entries
 from .workspace import Workspace, work_folder
 from .writer import place_configs, place_shards, place_text_files, seal
 
 __all__ = ["Plan", "build", "plan"]
 
-_TRAINED, _RUN, _MAP, _QUALITY = "trained.safetensors", "training.json", "map.json", "quality.json"
+_RUN, _MAP, _QUALITY = "training.json", "map.json", "quality.json"
 
 
 def build(plan: Plan, reporter: Reporter) -> Path:
@@ -57,9 +54,9 @@ def build(plan: Plan, reporter: Reporter) -> Path:
     Among several processes (torchrun) one writes; the others train with it and return before the bundle is there.
     """
     request = plan.request
-    processes = join(plan.opened.device) if plan.trains else None
+    processes = join(plan.device) if plan.trains else None
     if processes is not None and not processes.leads:
-        _Trainer(plan, work_folder(request.output), processes).follow()
+        Trainer(plan.training, work_folder(request.output), processes).follow()
         return request.output
     with Workspace(request.output, plan.fingerprint(), force=request.force, resume=request.resume) as work:
         if work.resumed:
@@ -68,52 +65,6 @@ def build(plan: Plan, reporter: Reporter) -> Path:
         place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
         place_text_files(work, source.text_files())
         return _Recipe(plan, work, reporter, processes).finish()
-
-
-class _Trainer:
-    """What every process of a training does: the same data, the same model, the same steps."""
-
-    def __init__(self, plan: Plan, folder: Path, processes: Processes) -> None:
-        self._plan, self._folder, self._processes = plan, folder, processes
-
-    def follow(self) -> None:
-        """Train with the leading process, once it has made the data; unless the weights are there already."""
-        self._processes.wait()
-        if not (self._folder / "pieces" / _TRAINED).is_file():
-            self.run(prepare(self._plan, self._folder, SilentReporter()), SilentReporter())
-
-    def run(self, data: TrainingData, reporter: Reporter) -> tuple[Trainable, int]:
-        """Train; return the model and the tokens it saw."""
-        plan = self._plan
-        model = Trainable(
-            plan.arch,
-            plan.source.store,
-            device=self._processes.device,
-            lora_settings=plan.lora,
-            frozen_dtype=plan.frozen_dtype,
-            checkpointing=plan.settings.gradient_checkpointing,
-        )
-        key = {"data": data.fingerprint, "cross_prob": plan.settings.cross_prob, "lora": plan.settings.lora}
-        objective = CrossLayer(plan.settings.cross_prob)
-        folder = self._folder / "training"
-        history = train(model, data.train, plan.training, objective, folder, reporter=reporter, key=key)
-        return model, history.tokens
-
-
-def prepare(plan: Plan, folder: Path, reporter: Reporter) -> TrainingData:
-    """Tokenise the training data into the work folder, once. FormatError for tokens that the model does not have."""
-    bundle = folder / "bundle"
-    tokenizer = Tokenizer.load(bundle)
-    template = None
-    if has_template(bundle):
-        special, bos = tokenizer.special_tokens, tokenizer.adds_bos
-        template = Template.from_folder(bundle, special_tokens=special, adds_bos=bos)
-    data = prepare_data(plan.data, tokenizer, template, folder / "data", reporter)
-    parts = [read_tokens(folder / "data" / f"{name}.safetensors")[0] for name in ("train", "held_out")]
-    highest = max(int(ids.max()) for ids in parts if len(ids))
-    if highest >= plan.arch.vocab_size:
-        raise FormatError(f"the tokenizer knows token {highest}, the model only {plan.arch.vocab_size}")
-    return data
 
 
 class _Told:
@@ -156,7 +107,7 @@ class _Recipe:
 
     @cached_property
     def _data(self) -> TrainingData | None:
-        return prepare(self._plan, self._work.folder, self._reporter) if self._plan.settings.data else None
+        return prepare(self._plan.training, self._work.folder, self._reporter) if self._plan.settings.data else None
 
     @cached_property
     def _texts(self) -> Texts:
@@ -170,26 +121,19 @@ class _Recipe:
         if processes is None or data is None:
             return plan.source.store
         processes.wait()
-        if not work.has(_TRAINED):
-            model, tokens = _Trainer(plan, work.folder, processes).run(data, self._reporter)
+        if not work.has(TRAINED):
+            model, tokens = Trainer(plan.training, work.folder, processes).run(data, self._reporter)
             work.write_note(_RUN, {"tokens": tokens})
-            with work.new_piece(_TRAINED) as file:
-                write_safetensors(HashingFile(file), self._entries(model))
+            with work.new_piece(TRAINED) as file:
+                write_safetensors(HashingFile(file), trained_entries(model, plan.source.store))
         shutil.rmtree(work.folder / "training", ignore_errors=True)
-        return open_files([work.piece(_TRAINED)])
-
-    def _entries(self, model: Trainable) -> list[Entry]:
-        """Every tensor in the dtype that it came in."""
-        store = self._plan.source.store
-        return [
-            lazy(name, store.info(name).dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
-            for name, tensor in model.state().items()
-        ]
+        return open_files([work.piece(TRAINED)])
 
     def _weights(self, store: TensorStore, arch: Architecture | None = None, *, keep: bool = False) -> Weights:
         """The model of a store; with `keep` its blocks stay in memory."""
-        arch, opened = arch or self._plan.arch, self._plan.opened
-        place: dict[str, Any] = {"device": opened.device, "dtype": opened.dtype}
+        plan = self._plan
+        arch = arch or plan.arch
+        place: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
         blocks = LazyBlocks(arch.num_layers, lambda index: load_block(arch, store, index, **place))
         frame = load_frame(arch, store, (), **place)
         if keep:
@@ -232,7 +176,7 @@ class _Recipe:
 
     def _self_check(self, sources: KVMap) -> SelfCheckRecord:
         """Run the self-check's text block by block; a small model also as `run` would, through the cache."""
-        plan, opened = self._plan, self._plan.opened
+        plan = self._plan
         arch, store = plan.arch.share(sources), open_safetensors(self._work.bundle)
         tokenizer = Tokenizer.load(self._work.bundle)
         ids = self_check_ids(tokenizer, arch.max_positions)
@@ -240,7 +184,7 @@ class _Recipe:
         (loss,) = losses(self._weights(store, arch), [batch], [sources])
         found = SelfCheckRecord(tokens=ids.shape[1], dense_nll=loss)
         if plan.bundle_bytes <= RUN_WHOLE:
-            model = Dense(load_decoder(arch, store, device=opened.device, dtype=opened.dtype))
+            model = Dense(load_decoder(arch, store, device=plan.device, dtype=plan.dtype))
             if differing := compare(found, run_dense_check(model, tokenizer)):
                 raise FormatError(f"the self-check fails: {'; '.join(differing)}", "This is a bug; please report it.")
         return found

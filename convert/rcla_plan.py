@@ -11,59 +11,41 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..errors import ResourceError, UsageError
 from ..runtime.architecture import Architecture
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
-from .data import DataSettings
 from .kv_map import KVMap, count_of, every, from_keepers, keepers_of, spread
-from .lora import LoraSettings
-from .opening import Opened, open_request
+from .opening import OpenedPlan, open_request
 from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
 from .rcla_request import RclaSettings
+from .rcla_training import Training
 from .request import ConvertRequest
-from .source import Source
-from .training_memory import plan_memory, trained_numbers
-from .training_settings import Precision, TrainingSettings
+from .training_memory import trained_numbers
 from .workspace import work_folder
 from .writer import hash_file
 
 DEFAULT_GROUP = 4
 RETENTION = (1, 2, 4)
 """Groups under which every bundle is measured (papers: R-CLA tables 2 and 3: 100, 50 and 25 % of the cache)."""
-TOKENS_A_PASS = 4096
-"""Tokens of one pass unless `--micro-batch` says otherwise; not chosen by the memory there is, so that a run goes on
-elsewhere."""
 RUN_WHOLE = 2 << 30
 """Bytes of weights up to which a model is held in memory whole, for the search and for the self-check."""
 MEASURED_TOKENS = 16384
 """Tokens of held-out text at most under which maps are measured."""
+_UNTRAINED = "none (--untrained): the bundle's answers will be poor"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(OpenedPlan[RclaSettings]):
     """A conversion that may start. `sources` is the map; None where it is searched once the weights are there."""
 
-    request: ConvertRequest[RclaSettings]
-    opened: Opened
     sources: KVMap | None
     keepers: int
 
-    @property
-    def settings(self) -> RclaSettings:
-        """What was asked for."""
-        return self.request.settings
-
-    @property
-    def source(self) -> Source:
-        """What is converted."""
-        return self.opened.source
-
-    @property
-    def arch(self) -> Architecture:
-        """Its geometry; every layer keeps its own cache."""
-        return self.opened.arch
+    @cached_property
+    def training(self) -> Training:
+        """How the weights are trained, if they are."""
+        return Training(self.request, self.opened)
 
     @property
     def trains(self) -> bool:
@@ -76,59 +58,6 @@ class Plan:
         own = spread(self.arch, self.keepers) if self.sources is None else self.sources
         return tuple(dict.fromkeys((*(every(self.arch, size) for size in RETENTION), own)))
 
-    @property
-    def data(self) -> DataSettings:
-        """What is read. Raises UsageError where there is none."""
-        settings = self.settings
-        return DataSettings(
-            files=settings.data,
-            evaluation=() if settings.validation is None else (settings.validation,),
-            length=settings.sequence_length,
-            packed=settings.packed,
-            loss_on=settings.loss_on,
-            seed=settings.seed,
-        )
-
-    @property
-    def precision(self) -> Precision:
-        """Of the products in training: bf16 where it was asked for, or on a GPU; weights are float32 in any case."""
-        asked = self.request.dtype
-        return "bf16" if asked == "bf16" or (asked == "auto" and self.opened.device.type != "cpu") else "fp32"
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences of one pass."""
-        settings = self.settings
-        share = -(-settings.batch_size // int(os.environ.get("WORLD_SIZE", "1")))  # torchrun's processes
-        return settings.micro_batch or min(share, max(1, TOKENS_A_PASS // settings.sequence_length))
-
-    @property
-    def training(self) -> TrainingSettings:
-        """How the weights are trained."""
-        settings = self.settings
-        return TrainingSettings(
-            steps=settings.steps,
-            learning_rate=settings.rate,
-            batch_size=settings.batch_size,
-            micro_batch=self.micro_batch,
-            warmup=settings.warmup,
-            weight_decay=settings.weight_decay,
-            precision=self.precision,
-            seed=settings.seed,
-            checkpoint_steps=settings.checkpoint_every,
-        )
-
-    @property
-    def lora(self) -> LoraSettings | None:
-        """Low-rank training, or None where all weights are trained."""
-        rank = self.settings.lora
-        return None if rank is None else LoraSettings(rank=rank, seed=self.settings.seed)
-
-    @property
-    def frozen_dtype(self) -> torch.dtype:
-        """Of the weights that LoRA leaves alone, in memory."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
-
     @cached_property
     def whole_bytes(self) -> int:
         """Bytes of all weights as they are written, followers' keys and values included."""
@@ -136,46 +65,39 @@ class Plan:
 
     @cached_property
     def bundle_bytes(self) -> int:
-        """Bytes of the weights in the bundle; of a searched map, as of an even one."""
-        return self._bytes(self.arch.share(self.sources or spread(self.arch, self.keepers)))
+        """Bytes of the weights in the bundle."""
+        return self._bytes(self._shared)
 
     @property
     def disk(self) -> int:
         """Bytes of disk needed: the bundle, the trained weights before it, and two checkpoints while one is written."""
         if not self.trains:
             return self.bundle_bytes
-        return self.bundle_bytes + self.whole_bytes + 2 * 12 * trained_numbers(self.arch, self.lora)
+        return self.bundle_bytes + self.whole_bytes + 2 * 12 * trained_numbers(self.arch, self.training.lora)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""
         given = self.settings.validation is not None
         return {
-            **self.request.fingerprint(),
-            "source": self.source.fingerprint(),
+            **super().fingerprint(),
             "data": [hash_file(path).sha256 for path in self.settings.files],
             **({"last_of_data": "validation"} if given else {}),  # the same files can all be trained on
-            "programs": {"adapt-llm": __version__, "torch": torch.__version__},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """The plan for scripts."""
         settings = self.settings
         return {
-            "source": {"id": self.source.identity.id, "revision": self.source.identity.revision},
-            "output": str(self.request.output),
-            "method": self.request.method,
-            "family": self.arch.family,
-            "num_layers": self.arch.num_layers,
+            **super().to_dict(),
             "keepers": self.keepers,
             "kv_sources": None if self.sources is None else [source + 1 for source in self.sources],
             "trained": self.trains,
             "steps": settings.steps if self.trains else 0,
             "tokens_per_step": settings.batch_size * settings.sequence_length,
-            "micro_batch": self.micro_batch,
+            "micro_batch": self.training.micro_batch,
             "bytes": {"backbone": self.bundle_bytes, **self._kv_bytes()},
             "disk_bytes": self.disk,
             "memory_bytes": self.memory,
-            "device": str(self.opened.device),
         }
 
     def lines(self) -> list[str]:
@@ -188,26 +110,13 @@ class Plan:
         if self.keepers < arch.num_layers:
             share += f" instead of {human(kv['dense_kv_per_token'])}"
         return [
-            f"Source    {self.source.identity.id} ({arch.family}, {arch.num_layers} blocks)",
+            f"Source    {self.origin}",
             f"Output    {self.request.output}",
             f"Cache     {self.keepers} of {arch.num_layers} layers keep one ({which}): {share}",
-            f"Training  {self._training_line()}",
+            f"Training  {self.training.line() if self.trains else _UNTRAINED}",
             f"Backbone  {human(self.bundle_bytes)}, written anew without the others' keys and values",
-            f"Needs     {human(self.disk)} of disk, about {human(self.memory)} of memory, on {self.opened.device}",
+            f"Needs     {human(self.disk)} of disk, about {human(self.memory)} of memory, on {self.device}",
         ]
-
-    def _training_line(self) -> str:
-        settings = self.settings
-        if not self.trains:
-            return "none (--untrained): the bundle's answers will be poor"
-        tokens = settings.steps * settings.batch_size * settings.sequence_length
-        what = "all weights" if settings.lora is None else f"LoRA of rank {settings.lora}"
-        names = ", ".join(path.name for path in settings.data)
-        return (
-            f"{settings.steps} steps of {settings.batch_size} x {settings.sequence_length} tokens "
-            f"({tokens / 1e6:.3g} million) from {names}; {what} at {settings.rate:g}, in {self.precision}, "
-            f"layers cross with probability {settings.cross_prob:g}"
-        )
 
     @cached_property
     def memory(self) -> int:
@@ -215,23 +124,12 @@ class Plan:
         needed = PROGRAM_BYTES + self._measuring_memory()
         if not self.trains:
             return needed
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.opened.device.type == "cpu" else 1
-        return max(needed, sharing * (PROGRAM_BYTES + self._training_memory()))
-
-    def _training_memory(self) -> int:
-        return plan_memory(
-            self.arch,
-            tokens=self.micro_batch * self.settings.sequence_length,
-            length=self.settings.sequence_length,
-            lora=self.lora,
-            frozen_dtype=self.frozen_dtype,
-            precision=self.precision,
-            checkpointing=self.settings.gradient_checkpointing,
-        )
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cpu" else 1
+        return max(needed, sharing * (PROGRAM_BYTES + self.training.memory))
 
     def _measuring_memory(self) -> int:
         """A block and the head, or a small model whole, and the states of the text under all maps."""
-        arch, item = self.arch, self.opened.dtype.itemsize
+        arch, item = self.arch, self.dtype.itemsize
         weights = trained_numbers(arch)
         if self.whole_bytes > RUN_WHOLE:
             block = sum(prod(shape) for shape in arch.block_tensors(0).values())
@@ -239,9 +137,14 @@ class Plan:
         states = MEASURED_TOKENS * (arch.hidden_size + 2 * arch.num_kv_heads * arch.head_dim) * (len(self.maps) + 1)
         return item * (weights + 2 * states) + 2 * LOGIT_BYTES
 
+    @cached_property
+    def _shared(self) -> Architecture:
+        """The model under its map; of a searched one, under an even one of its size."""
+        return self.arch.share(self.sources or spread(self.arch, self.keepers))
+
     def _kv_bytes(self) -> dict[str, int]:
-        layer = 2 * self.arch.num_kv_heads * self.arch.head_dim * self.opened.dtype.itemsize
-        return {"kv_per_token": self.keepers * layer, "dense_kv_per_token": self.arch.num_layers * layer}
+        """As `inspect` gives them."""
+        return {"kv_per_token": self._shared.kv_bytes(), "dense_kv_per_token": self.arch.kv_bytes()}
 
     def _bytes(self, arch: Architecture) -> int:
         store = self.source.store
@@ -267,7 +170,7 @@ def plan(request: ConvertRequest[RclaSettings], reporter: Reporter) -> Plan:
 
 def _check_memory(plan: Plan) -> None:
     """On a GPU the model is there. Raises ResourceError."""
-    device = plan.opened.device
+    device = plan.device
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     try:
         check_memory(plan.memory, available=available)

@@ -20,7 +20,7 @@ class RclaSettings(MethodRequest):
     validation: held-out texts; None holds back a part of `data`.
     cross_prob: probability that a layer reads an earlier layer's keys and values in a training pass.
     sequence_length: tokens of a training sequence; batch_size: sequences of one optimiser step, on all devices.
-    micro_batch: sequences of one pass; None: some 4,096 tokens, see `rcla_plan`.
+    micro_batch: sequences of one pass; None: some 4,096 tokens, see `rcla_training`.
     loss_on: every token, or answers only (completions, assistant turns).
     lora: rank; None trains all weights. checkpoint_every: optimiser steps between two checkpoints.
     """

@@ -4,6 +4,7 @@ There is no second forward: blocks are built by the loader that runs bundles. Kn
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from ..runtime.store import HEAD, TensorStore, is_tied
 from . import lora
 from .cross_entropy import cross_entropy
 from .lora import LoraLinear, LoraSettings
+from .stream import Entry, lazy
 
 IGNORED = -100
 """A target that counts nothing, as everywhere in torch."""
@@ -139,15 +141,28 @@ class Trainable(nn.Module):
         return dict(self._pairs or self._weights)
 
     @torch.no_grad()
+    def weight(self, name: str, source: TensorStore) -> Tensor:
+        """One weight as it is saved: what was trained, or that of `source`, in its dtype, with LoRA merged onto it.
+
+        Onto the source's: what is frozen here may have been rounded.
+        """
+        if self.lora is None:
+            return self._weights[name].detach()
+        weight, pair = source.read(name), lora.parameter_names(name.removesuffix(".weight"))
+        if pair[0] not in self._pairs:
+            return weight
+        down, up = (self._pairs[each] for each in pair)
+        return lora.merge(weight.to(down.device), down, up, self.lora.scale)
+
     def state(self) -> dict[str, Tensor]:
-        """All weights by their Hugging Face names, LoRA merged: what is saved. Not copies, where nothing is merged."""
-        merged: dict[str, Tensor] = {name: weight.detach() for name, weight in self._weights.items()}
-        if self.lora is not None:
-            for matrix in lora.adapted(self.arch, self.lora.targets):
-                down, up = (self._pairs[name] for name in lora.parameter_names(matrix))
-                weight = merged[f"{matrix}.weight"]
-                merged[f"{matrix}.weight"] = lora.merge(weight, down, up, self.lora.scale)
-        return merged
+        """All weights by their Hugging Face names, LoRA merged. Not copies, where nothing is merged."""
+        own = MemoryStore(self._weights)
+        return {name: self.weight(name, own).detach() for name in self._weights}
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of all weights; without the head where it is the embedding."""
+        return list(self._weights)
 
     def _stored(self) -> list[str]:
         names = set(self.arch.tensors()) - {HEAD}
@@ -193,6 +208,14 @@ class Trainable(nn.Module):
         if own:
             kv.store(step, block.index, *own)
         return h
+
+
+def trained_entries(model: Trainable, source: TensorStore) -> list[Entry]:
+    """Every weight of a trained model, to be written in the dtype that it has in `source`, where it came from."""
+    return [
+        lazy(name, source.info(name).dtype, source.info(name).shape, partial(model.weight, name, source))
+        for name in model.weight_names
+    ]
 
 
 def _pure(block: Block, step: Step) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,10 +1,14 @@
 """LoRA: nothing at the start, the same merged and not merged, only its own matrices trained."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from adapt_llm.convert.lora import LoraSettings, adapted
-from adapt_llm.convert.trainable import MemoryStore, Trainable
+from adapt_llm.convert.lora import LoraSettings, adapted, parameter_names
+from adapt_llm.convert.stream import HashingFile, write_safetensors
+from adapt_llm.convert.trainable import MemoryStore, Trainable, trained_entries
 from adapt_llm.errors import UsageError
 from adapt_llm.runtime.decoder import load_decoder
 
@@ -58,6 +62,35 @@ def test_frozen_weights_may_be_bf16(tiny, tiny_model) -> None:
     torch.testing.assert_close(loss, Trainable(case.arch, case.store)(ids, ids), rtol=0.05, atol=0)
     assert all(p.grad.dtype is torch.float32 for p in model.trained().values())
     assert {t.dtype for t in model.state().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-tied", "phi3"])
+def test_rounding_for_the_products_is_not_written(name: str, dtype: torch.dtype, tiny_model, tmp_path: Path) -> None:
+    case = tiny_model(name)
+    source = MemoryStore({key: case.store.read(key).to(dtype) * 1.001 for key in case.store.names()})
+    settings = LoraSettings(rank=4, targets=("q", "v"))
+    model = Trainable(case.arch, source, lora_settings=settings, frozen_dtype=torch.bfloat16)
+    pairs = model.trained()
+    with torch.no_grad():
+        for key, parameter in pairs.items():
+            if key.endswith("lora_up"):
+                parameter.normal_(std=0.1)
+    path = tmp_path / "out.safetensors"
+    with path.open("wb") as file:
+        write_safetensors(HashingFile(file), trained_entries(model, source))
+    changed = {f"{matrix}.weight" for matrix in adapted(case.arch, settings.targets)}
+    written = load_file(path)
+    assert changed < written.keys() == set(case.arch.tensors())
+    for key, tensor in written.items():
+        wanted = source.read(key)
+        if key in changed:
+            down, up = (pairs[each] for each in parameter_names(key.removesuffix(".weight")))
+            assert not torch.equal(tensor, wanted)
+            wanted = (wanted.double() + settings.scale * up.double() @ down.double()).to(dtype)
+        assert tensor.dtype == dtype
+        rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6} if key in changed else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(tensor, wanted, **rounding, msg=key)
 
 
 def test_a_fused_matrix_is_adapted_once(tiny_model) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapt_llm.convert import quantise, rcla, rcla_plan
+from adapt_llm.convert import quantise, rcla_plan, rcla_training
 from adapt_llm.convert.export import export
 from adapt_llm.convert.kv_map import every
 from adapt_llm.convert.rcla import build, plan
@@ -143,7 +143,7 @@ def test_a_bundle_answers_as_the_trained_model_does(request_for, monkeypatch: py
         kept.append(model)
         return train(model, *args, **kwargs)
 
-    monkeypatch.setattr(rcla, "train", spied)
+    monkeypatch.setattr(rcla_training, "train", spied)
     path = convert(request_for("same", share_every=4, steps=3))
     model, ids = load_model(Bundle.open(path), FP32), torch.randint(0, 250, (1, 20))
     with torch.inference_mode():
