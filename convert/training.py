@@ -232,7 +232,9 @@ class _Run:
         changes = differences(saved.state["key"], json.loads(json.dumps(self._key)))
         if changes:
             what = f"The checkpoint in {self._folder.name} is of another training: {'; '.join(changes)}"
-            raise UsageError(what, "Use --no-resume to start afresh.")
+            had = saved.state["key"].get("micro_batch")
+            again = f"Go on with --micro-batch {had}, or use" if had and had != self._key["micro_batch"] else "Use"
+            raise UsageError(what, f"{again} --no-resume to start afresh.")
 
 
 def mean_loss(model: Trainable, data: Sampled, *, batch_size: int = 4, sources: list[int] | None = None) -> float:

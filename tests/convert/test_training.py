@@ -153,6 +153,9 @@ def test_a_checkpoint_of_other_settings_is_refused(child: ModuleType, tmp_path: 
     run(child, tmp_path, key={"data": "a"})
     with pytest.raises(UsageError, match=r"learning_rate was 0\.003, is 0\.001"):
         run(child, tmp_path, replace(child.SETTINGS, learning_rate=1e-3), key={"data": "a"})
+    with pytest.raises(UsageError, match="micro_batch was 1, is 2") as caught:  # as when there are fewer processes
+        run(child, tmp_path, replace(child.SETTINGS, micro_batch=2), key={"data": "a"})
+    assert "--micro-batch 1" in (caught.value.hint or "")
     with pytest.raises(UsageError, match="data was"):
         run(child, tmp_path, key={"data": "b"})
     run(child, tmp_path, replace(child.SETTINGS, log_every=1, checkpoint_minutes=None), key={"data": "a"})
