@@ -52,7 +52,7 @@ class Point:
     thresholds: tuple[float, float] | None = None
     """tau_ignore, tau_acc; for 2d."""
     layer: int | None = None
-    """For 1d, from 1."""
+    """The deepest that a document may go, from 1: for 1d, and for 2d where it is not the last."""
     expected: "Decision | None" = None
 
     @property
@@ -62,7 +62,8 @@ class Point:
 
     def __str__(self) -> str:
         if self.thresholds is not None:
-            return f"2D, thresholds {self.thresholds[0]:g},{self.thresholds[1]:g}"
+            within = "" if self.layer is None else f" in layers 1 to {self.layer}"
+            return f"2D, thresholds {self.thresholds[0]:g},{self.thresholds[1]:g}{within}"
         return "all layers" if self.layer is None else f"1D, layer {self.layer}"
 
 
@@ -76,9 +77,9 @@ def fixed(layer: "FixedLayer") -> Point:
     return Point("1d", layer=layer.layer, expected=layer)
 
 
-def rule(thresholds: "Thresholds") -> Point:
+def rule(settings: "TwoDee", thresholds: "Thresholds") -> Point:
     """A stored point of the frontier."""
-    return Point("2d", (thresholds.tau_ignore, thresholds.tau_acc), expected=thresholds)
+    return Point("2d", (thresholds.tau_ignore, thresholds.tau_acc), settings.depth, thresholds)
 
 
 def choose(settings: "TwoDee", asked: Asked) -> Point:
@@ -88,7 +89,7 @@ def choose(settings: "TwoDee", asked: Asked) -> Point:
     if asked.one_d:
         return choose_one_d(settings, asked)
     if asked.threshold is not None:
-        return Point("2d", asked.threshold, expected=_stored(settings.frontier, asked.threshold))
+        return Point("2d", asked.threshold, settings.depth, _stored(settings.frontier, asked.threshold))
     one_d, two_d = choose_one_d(settings, asked), _two_d(settings, asked)
     if asked.max_drop is None:
         return one_d if two_d is None or settings.use == "1d" else two_d
@@ -109,14 +110,14 @@ def choose_two_d(settings: "TwoDee", asked: Asked) -> Point | None:
     from ..runtime.operating_point import expected  # noqa: PLC0415 - pydantic
 
     best = max(settings.frontier, key=expected, default=None)
-    return _two_d(settings, asked) or (None if best is None else rule(best))
+    return _two_d(settings, asked) or (None if best is None else rule(settings, best))
 
 
 def _two_d(settings: "TwoDee", asked: Asked) -> Point | None:
     from ..runtime.operating_point import choose_thresholds  # noqa: PLC0415
 
     found = settings.chosen if asked.max_drop is None else choose_thresholds(settings, asked.max_drop)
-    return None if found is None else rule(found)
+    return None if found is None else rule(settings, found)
 
 
 def _stored(frontier: Iterable["Thresholds"], asked: tuple[float, float]) -> "Thresholds | None":

@@ -117,7 +117,7 @@ def mode(point: "Point") -> "Mode":
     from ..runtime.schedule import Full, OneD, Rule, TwoD  # noqa: PLC0415
 
     if point.thresholds is not None:
-        return TwoD(Rule(*point.thresholds))
+        return TwoD(Rule(*point.thresholds), point.layer)
     return Full() if point.layer is None else OneD(point.layer)
 
 

@@ -125,9 +125,13 @@ def surface(rows: Sequence[Judged], ignore: Sequence[float], accept: Sequence[fl
 
 @dataclass(frozen=True)
 class Curve:
-    """What was found on the validation rows. `frontier` rises in work and in accuracy; `layers` are all of them."""
+    """What was found on the validation rows. `frontier` rises in work and in accuracy; `layers` are all of them.
+
+    `depth`: Algorithm 1 ran on the first so many blocks.
+    """
 
     readout: Readout
+    depth: int
     frontier: tuple[Thresholds, ...]
     layers: tuple[FixedLayer, ...]
 
@@ -138,8 +142,10 @@ class Curve:
 
 
 def measure(rows: Sequence[Judged], classes: int, readout: Readout) -> Curve:
-    """Run Algorithm 1 at every pair of the grid, and every layer with the whole document."""
-    runs = surface(rows, IGNORE, ACCEPT)
+    """Run every layer with the whole document, and Algorithm 1 at every pair of the grid, as deep as pays."""
+    layers = fixed_layers(rows, classes)
+    depth = useful_depth(layers)
+    runs = surface([Judged(row.cells[:depth], row.whole[:depth], row.label) for row in rows], IGNORE, ACCEPT)
     labels = np.array([row.label for row in rows])
     steady = smoothed((runs.answers == labels).mean(-1))
 
@@ -149,7 +155,17 @@ def measure(rows: Sequence[Judged], classes: int, readout: Readout) -> Curve:
         return Thresholds(tau_ignore=IGNORE[i], tau_acc=ACCEPT[j], steady=float(steady[i, j]), **figures)
 
     points = [point(i, j) for i in range(len(IGNORE)) for j in range(len(ACCEPT))]
-    return Curve(readout, pareto(points), fixed_layers(rows, classes))
+    return Curve(readout, depth, pareto(points), layers)
+
+
+def useful_depth(layers: Sequence[FixedLayer]) -> int:
+    """Return how many blocks two dimensions should use: up to the best layer, smoothed over its neighbours.
+
+    Classifiers of a frozen model are best around the middle. Layers beyond only add votes that are no better, and cost
+    most where the rule does not fire.
+    """
+    padded = np.pad([point.accuracy for point in layers], 1, mode="edge")
+    return 1 + int(np.lib.stride_tricks.sliding_window_view(padded, 3).mean(-1).argmax())
 
 
 def smoothed(surface: Floats) -> Floats:

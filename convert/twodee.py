@@ -208,7 +208,7 @@ class _Recipe:
                 rows = [Judged.of(*answers, label, readout) for answers, label in zip(asked, held, strict=True)]
                 curves.append(measure(rows, len(plan.names), readout))
                 task.advance(1)
-        return max(curves, key=lambda curve: curve.full.accuracy)
+        return max(curves, key=lambda curve: best_accuracy(curve.layers))
 
     def _self_check(self, adapters: Adapters, readout: Readout) -> SelfCheck:
         """Run the self-check's text as `verify` does: on the CPU, in the default dtype."""
@@ -253,6 +253,7 @@ class _Recipe:
             most=self._reader.most,
             max_tokens=self._reader.max_tokens,
             readout=curve.readout,
+            depth=curve.depth,
             max_drop=settings.max_drop,
             use="2d" if gains else "1d",
             frontier=curve.frontier,

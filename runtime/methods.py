@@ -187,7 +187,9 @@ class TwoDee(MethodSettings, frozen=True):
     max_tokens: Annotated[int, Field(gt=0)]
     """Longer documents are cut, and say so."""
     readout: Literal["mean", "last"] = "mean"
-    """What the last layer's classifier reads when no rule fired: the mean of all sentences, or the last one."""
+    """What is classified when no rule fired: the mean of all sentences, or the last one."""
+    depth: Annotated[int, Field(ge=1)] | None = None
+    """Two dimensions use the first so many blocks, the classifiers of later ones being no better; None: all."""
     max_drop: Share
     """Accuracy given away for speed when the operating point was chosen."""
     use: Literal["2d", "1d"] = "2d"

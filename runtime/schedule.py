@@ -176,17 +176,18 @@ class Votes:
 
 @dataclass(frozen=True)
 class TwoD:
-    """Algorithm 1 with this rule."""
+    """Algorithm 1 with this rule, on the first `limit` layers; None: on all of them, as in the paper."""
 
     rule: Rule
+    limit: int | None = None
 
     def depth(self, layers: int) -> int:
         """Layers behind which the answer is read where the rule did not fire."""
-        return layers
+        return layers if self.limit is None else min(self.limit, layers)
 
     def items(self, layers: int, sentences: int) -> Iterator[Item]:
         """What a document runs."""
-        return two_d(layers, sentences)
+        return two_d(self.depth(layers), sentences)
 
 
 @dataclass(frozen=True)

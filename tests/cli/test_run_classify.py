@@ -244,14 +244,14 @@ def test_batches_change_nothing(classify: Invoke, opened: Any, tmp_path: Path, s
 @pytest.mark.parametrize(
     ("args", "mode"),
     [
-        ([], "TwoD(rule=Rule(tau_ignore=0.4, tau_acc=2.0))"),
+        ([], "TwoD(rule=Rule(tau_ignore=0.4, tau_acc=2.0), limit=None)"),
         (["--full"], "Full()"),
         (["--one-d"], "OneD(layer=4)"),
         (["--one-d", "--max-drop", "0.03"], "OneD(layer=3)"),
         (["--one_d", "--max_drop", "0"], "OneD(layer=5)"),
-        (["--max-drop", "0.04"], "TwoD(rule=Rule(tau_ignore=0.3, tau_acc=1.0))"),
-        (["--max-drop", "0"], "TwoD(rule=Rule(tau_ignore=0.5, tau_acc=3.0))"),
-        (["--threshold", "0.25,7"], "TwoD(rule=Rule(tau_ignore=0.25, tau_acc=7.0))"),
+        (["--max-drop", "0.04"], "TwoD(rule=Rule(tau_ignore=0.3, tau_acc=1.0), limit=None)"),
+        (["--max-drop", "0"], "TwoD(rule=Rule(tau_ignore=0.5, tau_acc=3.0), limit=None)"),
+        (["--threshold", "0.25,7"], "TwoD(rule=Rule(tau_ignore=0.25, tau_acc=7.0), limit=None)"),
     ],
 )
 def test_how_to_decide(classify: Invoke, opened: Any, args: list[str], mode: str) -> None:

@@ -17,7 +17,9 @@ from adapt_llm.convert.frontier import (
     simulate,
     smoothed,
     surface,
+    useful_depth,
 )
+from adapt_llm.runtime.methods import FixedLayer
 from adapt_llm.runtime.schedule import Rule, Stop, Votes, two_d
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(2, 4))
@@ -126,3 +128,15 @@ def test_the_frontier_rises() -> None:
     assert float((runs.answers[0, 0] == [row.label for row in rows]).mean()) == pytest.approx(
         curve.frontier[-1].accuracy
     )
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "depth"),
+    [([0.5, 0.7, 0.9, 0.9, 0.9, 0.7], 4), ([0.5, 0.6, 0.7, 0.8], 4), ([0.5, 0.95, 0.5, 0.8, 0.85, 0.8], 5), ([0.5], 1)],
+)
+def test_two_dimensions_go_as_deep_as_layers_are_reliably_good(accuracies: list[float], depth: int) -> None:
+    layers = [
+        FixedLayer(layer=layer, accuracy=accuracy, macro_f1=accuracy, work=1, mean_layers=layer, mean_sentences=1)
+        for layer, accuracy in enumerate(accuracies, 1)
+    ]
+    assert useful_depth(layers) == depth

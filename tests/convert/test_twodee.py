@@ -100,7 +100,7 @@ def test_a_bundle_classifies_new_texts(made: Path) -> None:
     rows = rows_of(1, 60)
     labels = [settings.labels.index(row["label"]) for row in rows]
     assert settings.chosen is not None
-    two_d = TwoD(Rule(settings.chosen.tau_ignore, settings.chosen.tau_acc))
+    two_d = TwoD(Rule(settings.chosen.tau_ignore, settings.chosen.tau_acc), settings.depth)
     for mode in (Full(), OneD(settings.chosen_one_d.layer), two_d):
         answers = [verdict.label for verdict in classified(made, rows, mode)]
         assert np.mean(np.array(answers) == labels) > 0.75
@@ -120,7 +120,11 @@ def test_figures_of_the_manifest_are_those_of_running_the_validation_rows(reques
     sentences = np.array([verdict.sentences for verdict in classified(folder, held, Full())])
     points = [*settings.frontier[:: max(1, len(settings.frontier) // 3)], settings.full, settings.one_d[1]]
     for point in points:
-        mode = OneD(point.layer) if hasattr(point, "layer") else TwoD(Rule(point.tau_ignore, point.tau_acc))
+        mode = (
+            OneD(point.layer)
+            if hasattr(point, "layer")
+            else TwoD(Rule(point.tau_ignore, point.tau_acc), settings.depth)
+        )
         verdicts = classified(folder, held, mode)
         # States are stored in bf16, so that a row on the edge may fall to the other side.
         accuracy = np.mean([verdict.label for verdict in verdicts] == labels)

@@ -131,6 +131,8 @@ def test_modes() -> None:
     assert list(OneD(3).items(4, 2)) == list(one_d(3, 2))
     assert list(Full().items(4, 2)) == list(full(4, 2))
     assert [mode.depth(4) for mode in (TwoD(Rule(0, 1)), OneD(3), Full())] == [4, 3, 4]
+    assert list(TwoD(Rule(0, 1), 3).items(4, 2)) == list(two_d(3, 2))
+    assert [TwoD(Rule(0, 1), limit).depth(4) for limit in (3, 4, 9)] == [3, 4, 4]
     for layer in (0, 5):
         with pytest.raises(UsageError, match="layers 1 to 4"):
             OneD(layer).depth(4)
