@@ -114,11 +114,12 @@ def command(
     Prints the plan, converts layer by layer, and ends with a self-check whose figures go into the bundle. An
     interrupted conversion continues where it stopped. The bundle's path is written on stdout.
     """
+    groups = {"river": river, "training": training, "rcla": rcla, "2dee": twodee}
     request = services.convert_request(
         source=source,
         output=output or default_output(source, method),
         method=method,
-        settings=settings_of(ctx, method, {"river": river, "training": training, "rcla": rcla, "2dee": twodee}),
+        settings=settings_of(ctx, method, groups, untrained=untrained),
         revision=revision,
         token=token,
         cache_dir=cache_dir,

@@ -9,20 +9,50 @@ from ..errors import UsageError
 
 TAKES = {"river": ("river",), "rcla": ("training", "rcla"), "2dee": ("training", "2dee")}
 """Method -> the groups of options that are its own."""
+MAY_BE_UNTRAINED = ("rcla",)
+TRAINS = (
+    *("steps", "learning_rate", "lora", "cross_prob", "batch_size", "micro_batch"),
+    *("gradient_checkpointing", "checkpoint_every"),
+)
+"""Options that say how weights are trained."""
+READS = ("validation", "sequence_length", "packed", "loss_on", "seed")
+"""Options that say how `--data` is read; without training it still judges, and chooses a map."""
 
 
-def settings_of(ctx: typer.Context, method: str, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of a method. Raises UsageError for an option of another method."""
+def settings_of(
+    ctx: typer.Context, method: str, groups: Mapping[str, Mapping[str, Any]], *, untrained: bool
+) -> dict[str, Any]:
+    """Return the settings of a method. Raises UsageError for an option of another method, or one without effect."""
     taken = {name for group in TAKES[method] for name in groups[group]}
-    flags = {param.name: max(param.opts, key=len) for param in ctx.command.params}
+    given = {name: flag for name, flag in _flags(ctx).items() if _is_given(ctx, name)}
     for group, values in groups.items():
         for name in values:
-            source = ctx.get_parameter_source(name)
-            if name not in taken and source is not None and source.name == "COMMANDLINE":
+            if name not in taken and name in given:
                 owners = " and ".join(owner for owner, names in TAKES.items() if group in names)
-                raise UsageError(f"{flags[name]} is for {owners}, not for {method}", "Leave it out")
+                raise UsageError(f"{given[name]} is for {owners}, not for {method}", "Leave it out")
+    if untrained:
+        _check_untrained(method, given)
     chosen = {name: value for group in TAKES[method] for name, value in groups[group].items()}
     return chosen if method == "river" else _said(method, chosen)
+
+
+def _flags(ctx: typer.Context) -> dict[str, str]:
+    return {param.name: max(param.opts, key=len) for param in ctx.command.params if param.name is not None}
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _check_untrained(method: str, given: Mapping[str, str]) -> None:
+    """Refuse `--untrained` where nothing is trained, or must be, and beside it what would do nothing."""
+    if method not in MAY_BE_UNTRAINED:
+        raise UsageError(f"--untrained is for {' and '.join(MAY_BE_UNTRAINED)}, not for {method}", "Leave it out")
+    for name in (*TRAINS, *(() if "data" in given else READS)):
+        if name in given:
+            remedy = "Leave one of them out" if name in TRAINS else "Name texts with --data, or leave it out"
+            raise UsageError(f"{given[name]} does nothing with --untrained", remedy)
 
 
 def _said(method: str, values: dict[str, Any]) -> dict[str, Any]:
