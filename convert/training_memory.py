@@ -32,7 +32,7 @@ def plan_memory(
         frozen = trained_numbers(arch) * frozen_dtype.itemsize
     copies = trained * torch.bfloat16.itemsize if precision == "bf16" else 0
     head = _FLOAT * arch.vocab_size * arch.hidden_size * (0 if lora else 2)  # its gradient, and the embedding's
-    activations = _FLOAT * tokens * activation_floats(arch, length=length, checkpointing=checkpointing)
+    activations = activation_bytes(arch, tokens=tokens, length=length, checkpointing=checkpointing)
     return frozen + 4 * _FLOAT * trained + copies + head + activations + 2 * LOGIT_BYTES
 
 
@@ -43,7 +43,12 @@ def trained_numbers(arch: Architecture, lora: LoraSettings | None = None) -> int
     return sum(lora.rank * (N + K) for N, K in adapted(arch, lora.targets).values())
 
 
-def activation_floats(arch: Architecture, *, length: int, checkpointing: bool) -> int:
+def activation_bytes(arch: Architecture, *, tokens: int, length: int, checkpointing: bool = False) -> int:
+    """Return what a pass leaves for the backward pass; `tokens` and `length` as in `plan_memory`."""
+    return _FLOAT * tokens * _floats(arch, length, checkpointing=checkpointing)
+
+
+def _floats(arch: Architecture, length: int, *, checkpointing: bool) -> int:
     """Return the float32 numbers that a token leaves for the backward pass.
 
     Counted from what autograd keeps of a block: four of the MLP's width; of the hidden width three for each norm;

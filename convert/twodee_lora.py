@@ -23,6 +23,7 @@ from .adapters import Fitting, Stack
 from .lora import LoraSettings
 from .sequences import Batch
 from .trainable import IGNORED, Trainable
+from .training_memory import activation_bytes
 from .training_settings import Precision, TrainingSettings
 
 LAST_WEIGHT, OTHER_WEIGHT = 0.8, 0.1
@@ -156,5 +157,4 @@ def _normed(x: Tensor) -> Tensor:
 
 def keeps_activations(arch: Architecture, tokens: int) -> bool:
     """Whether a pass of so many tokens may keep all activations."""
-    width = 10 * arch.hidden_size + 4 * arch.intermediate_size
-    return 4 * tokens * arch.num_layers * width <= _ACTIVATION_BYTES
+    return activation_bytes(arch, tokens=tokens, length=tokens) <= _ACTIVATION_BYTES

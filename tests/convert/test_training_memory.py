@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from adapt_llm.convert import twodee_lora
 from adapt_llm.convert.lora import LoraSettings
 from adapt_llm.convert.trainable import Trainable
-from adapt_llm.convert.training_memory import activation_floats, plan_memory
+from adapt_llm.convert.training_memory import activation_bytes, plan_memory
 
 
 def kept(model: Trainable, ids: torch.Tensor) -> int:
@@ -29,10 +30,10 @@ def test_activations_are_planned(name: str, tiny, tiny_model) -> None:
     case = tiny_model(name)
     model = Trainable(case.arch, case.store)
     used = kept(model, tiny.random_ids(4, 32))
-    planned = 4 * 4 * 32 * activation_floats(case.arch, length=32, checkpointing=False)
+    planned = activation_bytes(case.arch, tokens=4 * 32, length=32)
     assert 0.9 * used < planned < 1.6 * used
     with_checkpoints = kept(Trainable(case.arch, case.store, checkpointing=True), tiny.random_ids(4, 32))
-    assert with_checkpoints < 4 * 4 * 32 * activation_floats(case.arch, length=32, checkpointing=True) < planned
+    assert with_checkpoints < activation_bytes(case.arch, tokens=4 * 32, length=32, checkpointing=True) < planned
 
 
 def test_weights_count_four_times_and_frozen_ones_once(tiny_model) -> None:
@@ -43,4 +44,13 @@ def test_weights_count_four_times_and_frozen_ones_once(tiny_model) -> None:
     assert none - lora > 16 * size - 2 * size - 16 * size / 10
     assert plan_memory(arch, tokens=0, length=0, precision="bf16") - none == 2 * size
     more = plan_memory(arch, tokens=64, length=32)
-    assert more - none == 4 * 64 * activation_floats(arch, length=32, checkpointing=False)
+    assert more - none == activation_bytes(arch, tokens=64, length=32)
+
+
+def test_fine_tuning_for_classification_keeps_what_is_planned(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch = tiny_model("gemma2").arch
+    needed = activation_bytes(arch, tokens=256, length=256)
+    monkeypatch.setattr(twodee_lora, "_ACTIVATION_BYTES", needed)
+    assert twodee_lora.keeps_activations(arch, 256)
+    monkeypatch.setattr(twodee_lora, "_ACTIVATION_BYTES", needed - 1)
+    assert not twodee_lora.keeps_activations(arch, 256)
