@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from adapt_llm.cli import services
@@ -31,6 +32,18 @@ def _load(script: Path) -> ModuleType:
 @pytest.fixture(scope="session")
 def bundle_factory() -> ModuleType:
     return _load(Path(__file__).parents[1] / "bundle_factory.py")
+
+
+@pytest.fixture(scope="session")
+def toy_model(bundle_factory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a random model of four blocks to which every byte is a token."""
+    model = bundle_factory.model_folder(tmp_path_factory.mktemp("toy") / "model", vocab_size=264)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(model / "tokenizer.json"))
+    return model
 
 
 @pytest.fixture

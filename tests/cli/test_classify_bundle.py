@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from adapt_llm.cli.app import app
@@ -39,17 +38,11 @@ def write(path: Path, lines: list[dict[str, str]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(bundle_factory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
-    model = bundle_factory.model_folder(folder / "model", vocab_size=264)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(model / "tokenizer.json"))
     data = write(folder / "train.jsonl", rows(0, 160))
     args = ["--method", "2dee", "--data", data, "-o", folder / "toy-2dee", "--prompt", "Label: ", "--max-tokens", "180"]
-    code, out, err = adapt("convert", model, *args, "--epochs", "12", "-q", "--threads", "1")
+    code, out, err = adapt("convert", toy_model, *args, "--epochs", "12", "-q", "--threads", "1")
     assert (code, err) == (0, "")
     return Path(out.strip())
 
