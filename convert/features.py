@@ -4,11 +4,12 @@ Each document runs once, whole, without a cache. Results go into the work folder
 are mapped into memory when read. Knows documents and blocks; knows no labels and no classifier.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 from safetensors import safe_open
@@ -27,9 +28,14 @@ from .writer import write_piece
 
 PIECE_DOCUMENTS = 32
 """Documents in a piece: what a kill costs at most."""
-_ROWS = 2048
+ROWS = 2048
 """Tokens that go through a block at once."""
+TOGETHER_BYTES = 1 << 30
+"""States of documents that climb side by side where blocks are not kept. For a model of 8 billion parameters these are
+some 40,000 tokens, in which a block computes fifty times as long as it takes to read on an ordinary machine."""
 _STATES, _COUNTS = "states", "counts"
+
+T = TypeVar("T")
 
 
 class TextDocuments(Sequence[Document]):
@@ -59,23 +65,41 @@ class Encoder:
     prefix: tuple[int, ...] = ()
 
     @torch.inference_mode()
-    def pooled(self, documents: Sequence[Document]) -> Tensor:
-        """Mean states of all sentences of the documents, in order: bf16 [sentences, layers, hidden], on the host.
+    def pooled(self, pieces: Sequence[Sequence[Document]]) -> list[Tensor]:
+        """Mean states of the sentences of each piece, in order: bf16 [sentences, layers, hidden], on the host.
 
         bf16 because some families have single channels far beyond fp16 (massive activations). Layer after layer, so
-        that blocks which are not kept are read once.
+        that blocks which are not kept are read once. What a piece gives does not depend on the others.
         """
-        packs = [_Pack(self.frame, self.prefix, chunk) for chunk in _chunks(documents, len(self.prefix))]
-        sentences = sum(len(document.ends) for document in documents)
-        states = torch.empty(sentences, len(self.frame.blocks), self.frame.arch.hidden_size, dtype=torch.bfloat16)
+        rising = [_Piece(self.frame, self.prefix, documents) for documents in pieces]
         for layer in range(len(self.frame.blocks)):
-            block = self.frame.blocks[layer]
-            first = 0
-            for pack in packs:
-                means = pack.through(block)
-                states[first : first + len(means), layer] = means.to("cpu", torch.bfloat16)
-                first += len(means)
-        return states
+            for piece in rising:
+                piece.through(self.frame.blocks[layer], layer)  # no name here holds a block while the next is read
+        return [piece.states for piece in rising]
+
+    def nbytes(self, documents: Sequence[Document]) -> int:
+        """Bytes of these documents' states as they climb: of tokens behind one block, of sentences behind all."""
+        arch = self.frame.arch
+        tokens = sum(len(self.prefix) + len(document.ids) for document in documents)
+        sentences = sum(len(document.ends) for document in documents)
+        behind_all = sentences * arch.num_layers * torch.bfloat16.itemsize
+        return arch.hidden_size * (tokens * self.frame.embedding.element_size() + behind_all)
+
+
+class _Piece:
+    """The documents of a piece on their way up, and the states that their sentences left behind each block."""
+
+    def __init__(self, frame: Decoder, prefix: Sequence[int], documents: Sequence[Document]) -> None:
+        self._packs = [_Pack(frame, prefix, chunk) for chunk in _chunks(documents, len(prefix))]
+        sentences = sum(len(document.ends) for document in documents)
+        self.states = torch.empty(sentences, len(frame.blocks), frame.arch.hidden_size, dtype=torch.bfloat16)
+
+    def through(self, block: Block, layer: int) -> None:
+        first = 0
+        for pack in self._packs:
+            means = pack.through(block)
+            self.states[first : first + len(means), layer] = means.to("cpu", torch.bfloat16)
+            first += len(means)
 
 
 class _Pack:
@@ -99,16 +123,21 @@ class _Pack:
 
 
 def _chunks(documents: Sequence[Document], extra: int) -> Iterator[list[Document]]:
-    """Documents in order, cut into groups of about `_ROWS` tokens."""
-    group: list[Document] = []
-    rows = 0
-    for document in documents:
-        size = len(document.ids) + extra
-        if group and rows + size > _ROWS:
+    """Documents in order, cut into groups of about `ROWS` tokens."""
+    return _grouped(documents, lambda document: len(document.ids) + extra, ROWS)
+
+
+def _grouped(items: Iterable[T], size: Callable[[T], int], room: int) -> Iterator[list[T]]:
+    """Items in order, as many together as there is room for; always one."""
+    group: list[T] = []
+    used = 0
+    for item in items:
+        own = size(item)
+        if group and used + own > room:
             yield group
-            group, rows = [], 0
-        group.append(document)
-        rows += size
+            group, used = [], 0
+        group.append(item)
+        used += own
     if group:
         yield group
 
@@ -118,21 +147,27 @@ def piece_name(number: int) -> str:
     return f"features-{number:05d}.safetensors"
 
 
-def write_features(work: Workspace, encoder: Encoder, documents: Sequence[Document], reporter: Reporter) -> "Features":
+def write_features(
+    work: Workspace, encoder: Encoder, documents: Sequence[Document], reporter: Reporter, *, together: int = 0
+) -> "Features":
     """Compute the pooled states of all documents, in their order; pieces that are there already are skipped.
 
-    Raises ResourceError on a full disk. Memory does not grow with the number of documents.
+    `together`: bytes of states of pieces that climb side by side; 0: one piece at a time. The bytes written are the
+    same. Raises ResourceError on a full disk. Memory does not grow with the number of documents.
     """
-    starts = range(0, len(documents), PIECE_DOCUMENTS)
-    with reporter.task("Read the documents", len(starts)) as bar:
-        task = Paced(bar, len(starts), reporter, step=f"{PIECE_DOCUMENTS} documents")
-        for number, start in enumerate(starts):
-            if not work.has(piece_name(number)):
-                some = documents[start : start + PIECE_DOCUMENTS]
+    count = ceil(len(documents) / PIECE_DOCUMENTS)
+    missing = [number for number in range(count) if not work.has(piece_name(number))]
+    read = (documents[number * PIECE_DOCUMENTS : (number + 1) * PIECE_DOCUMENTS] for number in missing)
+    pieces = _grouped(zip(missing, read, strict=True), lambda piece: encoder.nbytes(piece[1]), together)
+    with reporter.task("Read the documents", count) as bar:
+        task = Paced(bar, count, reporter, step=f"{PIECE_DOCUMENTS} documents")
+        task.advance(count - len(missing))
+        for group in pieces:
+            for (number, some), states in zip(group, encoder.pooled([some for _, some in group]), strict=True):
                 counts = torch.tensor([len(document.ends) for document in some], dtype=torch.int32)
-                write_piece(work, piece_name(number), {_STATES: encoder.pooled(some), _COUNTS: counts})
-            task.advance(1)
-    return Features([work.piece(piece_name(number)) for number in range(len(starts))])
+                write_piece(work, piece_name(number), {_STATES: states, _COUNTS: counts})
+            task.advance(len(group))
+    return Features([work.piece(piece_name(number)) for number in range(count)])
 
 
 class Features:

@@ -6,7 +6,7 @@ Knows rows, texts and label names; knows no tokenizer, no model and no tensor.
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class LabelledData:
     """Rows left out because they have no text or no label."""
     first_skipped: str = ""
     """The first of them, as a sentence for the user."""
+    rows: tuple[int, ...] = ()
+    """Where in the files each text is, from 1; empty where that is not known."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -53,7 +55,7 @@ class LabelledData:
         """Return the data with these rows only, in the order given."""
         chosen = list(rows)
         texts, labels = tuple(self.texts[row] for row in chosen), tuple(self.labels[row] for row in chosen)
-        return replace(self, texts=texts, labels=labels)
+        return replace(self, texts=texts, labels=labels, rows=tuple(self.rows[row] for row in chosen if self.rows))
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,13 @@ def read_labelled(
     text_field: str | None = None,
     label_field: str = "label",
     labels: Sequence[str] | None = None,
+    readable: Callable[[Text], bool] | None = None,
 ) -> LabelledData:
     """Read labelled rows of jsonl, csv or tsv files, plain or gzipped.
 
     The text is under `text_field`, else under `sentences`, `prompt` or `text`; the label, a string, a whole number or
     true or false, is under `label_field`. Labels keep their names. They are numbered as `labels` lists them, else in
-    natural order ("2" before "10").
+    natural order ("2" before "10"). A text that is not `readable`, one without a token, counts as no text.
 
     Raises:
         UsageError: a file that is missing or holds no labelled rows, a column that is not there.
@@ -89,10 +92,11 @@ def read_labelled(
     _check_files(files)
     texts: list[Text] = []
     found: list[str] = []
+    places: list[int] = []
     problems: list[str] = []
     for row in read_rows([str(path) for path in files], field_name=text_field, keys=CLASSIFY_KEYS):
         try:
-            text, label = _text_of(row), _label_of(row.fields, label_field)
+            text, label = _text_of(row, readable), _label_of(row.fields, label_field)
         except ValueError as error:
             problems.append(f"row {row.number}: {error}")
             continue
@@ -100,6 +104,7 @@ def read_labelled(
             hint = "Add it to the labels, or leave its rows out of the file"
             raise FormatError(f"row {row.number} has the label '{label}', not one of {', '.join(labels)}", hint)
         texts.append(text)
+        places.append(row.number)
         found.append(label)
     name = ", ".join(path.name for path in files)
     _check_problems(name, problems, len(texts))
@@ -109,7 +114,8 @@ def read_labelled(
         raise FormatError(f"{name} has {only}", "A classifier needs rows of two labels or more")
     index = {label: at for at, label in enumerate(names)}
     numbers = tuple(index[label] for label in found)
-    return LabelledData(name, _sha256(files), tuple(texts), numbers, names, len(problems), "".join(problems[:1]))
+    skipped = (len(problems), "".join(problems[:1]))
+    return LabelledData(name, _sha256(files), tuple(texts), numbers, names, *skipped, tuple(places))
 
 
 def _check_files(files: Sequence[Path]) -> None:
@@ -122,11 +128,14 @@ def _check_files(files: Sequence[Path]) -> None:
             raise UsageError(f"{name}: labelled rows are jsonl, csv or tsv", "Rename the file if it is one of them")
 
 
-def _text_of(row: Row) -> Text:
+def _text_of(row: Row, readable: Callable[[Text], bool] | None) -> Text:
     """Raise ValueError for a row without a text."""
     if row.error is not None or row.content is None:
         raise ValueError(row.error or "no text")
-    return row.content if isinstance(row.content, str) else tuple(str(sentence) for sentence in row.content)
+    text = row.content if isinstance(row.content, str) else tuple(str(sentence) for sentence in row.content)
+    if readable is not None and not readable(text):
+        raise ValueError("the text has no token")
+    return text
 
 
 def _label_of(fields: Mapping[str, object], key: str) -> str:

@@ -73,6 +73,20 @@ class Opened:
             dtype=torch.bfloat16,
         )
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The source's tokenizer.json. Raises FormatError, by the name of the source, where it is damaged."""
+        data = self.source.text_files()["tokenizer.json"]
+        data = data.read_bytes() if isinstance(data, Path) else data
+        if data.startswith(LFS_MARK):
+            what = f"tokenizer.json of {self.source.identity.id} is a git-lfs pointer"
+            raise FormatError(what, "Fetch the file itself: git lfs pull, or hf download.")
+        try:
+            return Tokenizer.from_str(data.decode("utf-8"))
+        except Exception as error:
+            what = f"tokenizer.json of {self.source.identity.id} is damaged: {error}"
+            raise FormatError(what, "Download the model again.") from error
+
 
 @dataclass(frozen=True)
 class OpenedPlan(Generic[S_co]):
@@ -168,7 +182,7 @@ def open_request(
     arch = source.architecture
     opened = Opened(request, source, arch, device, dtype)
     _check_stack(opened, stacks_on)
-    _check_tokenizer(source)
+    _ = opened.tokenizer  # refused before the work, if it is damaged
     return opened
 
 
@@ -180,17 +194,3 @@ def _check_stack(opened: Opened, stacks_on: Sequence[str]) -> None:
             what = f"{opened.request.source} is a {method.name} bundle, and {mine} does not go on top of it"
             others = f"It goes on {' or '.join(('a plain model', *stacks_on))}."
             raise UnsupportedError(what, f"{others} Convert the model that the bundle was made from.")
-
-
-def _check_tokenizer(source: Source) -> None:
-    """Refuse a damaged tokenizer.json before the work, by the name of the source."""
-    data = source.text_files()["tokenizer.json"]
-    data = data.read_bytes() if isinstance(data, Path) else data
-    if data.startswith(LFS_MARK):
-        what = f"tokenizer.json of {source.identity.id} is a git-lfs pointer"
-        raise FormatError(what, "Fetch the file itself: git lfs pull, or hf download.")
-    try:
-        Tokenizer.from_str(data.decode("utf-8"))
-    except Exception as error:
-        what = f"tokenizer.json of {source.identity.id} is damaged: {error}"
-        raise FormatError(what, "Download the model again.") from error

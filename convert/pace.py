@@ -20,11 +20,11 @@ class Paced:
         seconds, self._last = now - self._last, now
         self._left -= int(amount)
         self._task.advance(amount)
-        if not self._told and seconds > LONG_ENOUGH:
+        if not self._told and amount and seconds > LONG_ENOUGH:
             self._told = True
-            self._reporter.note(
-                f"The first {self._step} took {seconds:.1f} s; about {duration(seconds * self._left)} to go."
-            )
+            first = self._step if amount == 1 else f"{amount:.0f} x {self._step}"
+            left = duration(seconds / amount * self._left)
+            self._reporter.note(f"The first {first} took {seconds:.1f} s; about {left} to go.")
 
 
 LONG_ENOUGH = 0.05

@@ -9,6 +9,8 @@ from ..errors import ResourceError
 
 PROGRAM_BYTES = 600 << 20
 """What Python and torch hold before any model."""
+RUN_WHOLE = 2 << 30
+"""Bytes of weights up to which a model is held in memory whole where its blocks are needed more than once."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 

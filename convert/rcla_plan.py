@@ -17,7 +17,7 @@ from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
 from .kv_map import KVMap, count_of, every, from_keepers, keepers_of, spread
 from .opening import OpenedPlan, open_request
-from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
+from .preflight import PROGRAM_BYTES, RUN_WHOLE, check_disk, check_memory, human
 from .rcla_request import RclaSettings
 from .rcla_training import Training
 from .request import ConvertRequest
@@ -28,8 +28,6 @@ from .writer import hash_file
 DEFAULT_GROUP = 4
 RETENTION = (1, 2, 4)
 """Groups under which every bundle is measured (papers: R-CLA tables 2 and 3: 100, 50 and 25 % of the cache)."""
-RUN_WHOLE = 2 << 30
-"""Bytes of weights up to which a model is held in memory whole, for the search and for the self-check."""
 MEASURED_TOKENS = 16384
 """Tokens of held-out text at most under which maps are measured."""
 _UNTRAINED = "none (--untrained): the bundle's answers will be poor"

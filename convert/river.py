@@ -31,6 +31,7 @@ from .calibration import CalibrationText, load_calibration
 from .judge import TAUS, Files, Verdict, choose_tau, judge, loss, measure
 from .pace import Paced
 from .plan import Plan, plan
+from .preflight import RUN_WHOLE
 from .quantise import Job, piece_name, quantise_calibrated, quantise_plain
 from .ready_made import take_ready_made
 from .workspace import Workspace
@@ -39,8 +40,6 @@ from .writer import place_backbone, place_configs, place_river, place_text_files
 __all__ = ["Plan", "build", "plan"]
 
 _JUDGED = "quality.json"
-RUN_WHOLE = 2 << 30
-"""Bytes of weights up to which the self-check also runs the model whole."""
 
 
 def build(plan: Plan, reporter: Reporter) -> Path:

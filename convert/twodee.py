@@ -30,12 +30,12 @@ from ..runtime.self_check import run_dense_check
 from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
 from .adapters import Fitting, fit, probabilities
-from .features import Encoder, Features, TextDocuments, write_features
+from .features import TOGETHER_BYTES, Encoder, Features, TextDocuments, write_features
 from .frontier import READOUTS, Curve, Judged, Readout, measure
 from .stream import Entry, HashingFile, lazy, of_tensor, read_entries, write_safetensors
 from .training import train
 from .twodee_lora import EPOCHS, TOKENS_A_PASS, Classified, LabelledDocuments, PrefixLoss, keeps_activations
-from .twodee_plan import ADAPTERS_FILE, Plan, plan
+from .twodee_plan import ADAPTERS_FILE, CPU, Plan, plan
 from .workspace import Workspace
 from .writer import (
     place_backbone,
@@ -90,7 +90,7 @@ class _Recipe:
         self._tokenizer = Tokenizer.load(work.bundle)
         self._store: TensorStore = plan.source.store
         settings = plan.settings
-        reader = DocumentReader(self._tokenizer, max_tokens=settings.max_tokens, language=settings.language)
+        reader = DocumentReader(self._tokenizer, max_tokens=plan.max_tokens, language=settings.language)
         self._prefix = reader.prefix(plan.prompt)
         room = plan.arch.max_positions - len(self._prefix)
         if room < 1:
@@ -112,7 +112,7 @@ class _Recipe:
         """Put the backbone into the bundle: as it came, or fine-tuned."""
         plan, work = self._plan, self._work
         if plan.settings.lora is None:
-            return place_backbone(work, plan.opened.backbone, self._reporter)
+            return place_backbone(work, plan.backbone, self._reporter)
         if not work.has(_TUNED):
             model, tokens = self._tune()
             work.write_note(_RUN, {"tokens": tokens})
@@ -133,7 +133,7 @@ class _Recipe:
             plan.arch,
             plan.source.store,
             fitting,
-            device=plan.opened.device,
+            device=plan.device,
             lora_settings=plan.lora,
             frozen_dtype=plan.frozen_dtype,
             checkpointing=not keeps_activations(plan.arch, TOKENS_A_PASS),
@@ -161,17 +161,19 @@ class _Recipe:
 
     def _features(self) -> Features:
         plan = self._plan
-        encoder = Encoder(self._frame(plan.dtype), tuple(self._prefix))
-        return write_features(self._work, encoder, TextDocuments(self._reader, plan.texts), self._reporter)
+        encoder = Encoder(self._frame(plan.dtype, plan.device), tuple(self._prefix))
+        documents = TextDocuments(self._reader, plan.texts)
+        together = 0 if plan.keeps_blocks(plan.dtype, plan.device) else TOGETHER_BYTES
+        return write_features(self._work, encoder, documents, self._reporter, together=together)
 
-    def _frame(self, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
+    def _frame(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """Return the blocks that documents run through, and the embedding before them."""
         plan = self._plan
-        device = plan.opened.device if device is None else device
         bundle = plan.opened.bundle
         river = None if bundle is None else bundle.manifest.method(River)
         exits = None if bundle is None or river is None else (bundle.river, river)
-        blocks = document_blocks(plan.arch, self._store, exits, device=device, dtype=dtype)
+        keep = plan.keeps_blocks(dtype, device)
+        blocks = document_blocks(plan.arch, self._store, exits, device=device, dtype=dtype, keep=keep)
         return load_frame(plan.arch, self._store, blocks, device=device, dtype=dtype)
 
     def _adapters(self, features: Features) -> Adapters:
@@ -213,13 +215,14 @@ class _Recipe:
     def _self_check(self, adapters: Adapters, readout: Readout) -> SelfCheck:
         """Run the self-check's text as `verify` does: on the CPU, in the default dtype."""
         plan = self._plan
-        place = torch.device("cpu")
-        frame = self._frame(resolve_dtype("auto", place), place)
+        dtype = resolve_dtype("auto", CPU)
+        frame = self._frame(dtype, CPU)
         scores = check_scores(Classifier(frame, adapters, prefix=self._prefix, readout=readout), self._reader)
         bundle = plan.opened.bundle
         below = None if bundle is None or plan.lora is not None else bundle.manifest.self_check
-        found = run_dense_check(Dense(frame), self._tokenizer) if below is None else below
-        return found.model_copy(update={"scores": scores})
+        if below is None:
+            below = run_dense_check(Dense(frame), self._tokenizer, cached=plan.keeps_blocks(dtype, CPU))
+        return below.model_copy(update={"scores": scores})
 
     def _manifest(self, backbone: Backbone, curve: Curve, check: SelfCheck) -> Manifest:
         plan, below = self._plan, self._plan.opened.below

@@ -3,68 +3,49 @@
 Knows the request, the source and the rows; writes nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal
 
 import psutil
 import torch
 
-from .. import __version__
 from ..errors import UnsupportedError, UsageError
-from ..runtime.architecture import Architecture
 from ..runtime.bundle import ADAPTERS, RIVER
+from ..runtime.loading import resolve_dtype
 from ..runtime.methods import River
 from ..runtime.progress import Reporter
 from ..runtime.sentences import LEAST, MOST, split_sentences
-from .features import PIECE_DOCUMENTS
-from .labelled import LabelledData, Split, Text, class_weights, read_labelled, split, split_given
+from .features import PIECE_DOCUMENTS, ROWS, TOGETHER_BYTES
+from .labelled import Split, Text, class_weights
 from .lora import LoraSettings
-from .opening import Opened, open_request
-from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
+from .opening import OpenedPlan, open_request
+from .preflight import PROGRAM_BYTES, RUN_WHOLE, check_disk, check_memory, human
 from .request import ConvertRequest
-from .source import Source
 from .training_settings import Precision, TrainingSettings
 from .twodee_lora import EPOCHS, lora_settings, training_settings
 from .twodee_request import TwoDeeSettings
+from .twodee_rows import default_prompt, read_split
 from .workspace import work_folder
 from .writer import hash_file
 
 ADAPTERS_FILE = f"{ADAPTERS}.safetensors"
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16.itemsize
 _TUNING_BYTES = 4 << 30
 """Activations, LoRA's matrices and their moments, about."""
 _SAMPLE = 100
 """Texts looked at to estimate sizes."""
 _TOKEN_CHARACTERS = 4
-_NAMED_LABELS = 20
-"""More labels than this are not listed in the prompt."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(OpenedPlan[TwoDeeSettings]):
     """A conversion that may start."""
 
-    request: ConvertRequest[TwoDeeSettings]
-    opened: Opened
     split: Split
-
-    @property
-    def settings(self) -> TwoDeeSettings:
-        """What was asked for."""
-        return self.request.settings
-
-    @property
-    def source(self) -> Source:
-        """What is converted."""
-        return self.opened.source
-
-    @property
-    def arch(self) -> Architecture:
-        """Its geometry, with the map of an R-CLA bundle."""
-        return self.opened.arch
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,6 +73,11 @@ class Plan:
         return default_prompt(self.names) if self.settings.prompt is None else self.settings.prompt
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest document; the prompt leaves fewer where the model has no more positions."""
+        return min(self.settings.max_tokens, self.arch.max_positions)
+
+    @property
     def blocks(self) -> Literal["dense", "4bit"]:
         """Which blocks documents run through: a River bundle's exit layers where there are any."""
         return "4bit" if any(isinstance(method, River) for method in self.opened.below.methods) else "dense"
@@ -106,25 +92,25 @@ class Plan:
     def tuning(self) -> TrainingSettings:
         """How long it is fine-tuned for, and with what."""
         precision: Precision = "bf16" if self.frozen_dtype is torch.bfloat16 else "fp32"
-        return training_settings(len(self.split.train), self.settings.max_tokens, precision, self.settings.seed)
+        return training_settings(len(self.split.train), self.max_tokens, precision, self.settings.seed)
 
     @property
     def frozen_dtype(self) -> torch.dtype:
         """Of the weights that LoRA leaves alone, in memory."""
-        wide = self.request.dtype == "fp32" or (self.request.dtype == "auto" and self.opened.device.type == "cpu")
+        wide = self.request.dtype == "fp32" or (self.request.dtype == "auto" and self.device.type == "cpu")
         return torch.float32 if wide else torch.bfloat16
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """In which documents run: float32 on a CPU that has the memory (the fastest for many rows), else as asked."""
         wide = self._weights(torch.float32.itemsize) < psutil.virtual_memory().total // 2
-        automatic = self.request.dtype == "auto" and self.opened.device.type == "cpu"
+        automatic = self.request.dtype == "auto" and self.device.type == "cpu"
         return torch.float32 if automatic and wide else self.opened.dtype
 
     @cached_property
     def tokens(self) -> int:
         """Tokens of all documents, estimated from their characters."""
-        longest = self.settings.max_tokens * _TOKEN_CHARACTERS
+        longest = self.max_tokens * _TOKEN_CHARACTERS
         return sum(min(_length(text), longest) for text in self.texts) // _TOKEN_CHARACTERS
 
     @cached_property
@@ -132,7 +118,7 @@ class Plan:
         """Sentences of all documents, estimated from some."""
         step = max(1, len(self.texts) // _SAMPLE)
         some = list(islice(self.texts, 0, None, step))
-        longest = self.settings.max_tokens * _TOKEN_CHARACTERS
+        longest = self.max_tokens * _TOKEN_CHARACTERS
         found = sum(
             len(split_sentences(text[:longest], self.settings.language)) if isinstance(text, str) else len(text)
             for text in some
@@ -158,57 +144,77 @@ class Plan:
     @property
     def disk(self) -> int:
         """Bytes of disk needed: the bundle, and the pooled states until it is whole."""
-        backbone = self.opened.backbone.disk if self.lora is None else 2 * self.opened.backbone.nbytes
+        backbone = self.backbone.disk if self.lora is None else 2 * self.backbone.nbytes
         return backbone + self.river_bytes + 2 * self.adapter_bytes + self.feature_bytes
 
     @property
     def memory(self) -> int:
         """Bytes of memory at the peak, estimated; the pooled states are mapped and give way."""
-        tokens = self.tokens * PIECE_DOCUMENTS // len(self.texts) + 2048
-        running = self._weights(self.dtype.itemsize) + 8 * tokens * self.arch.intermediate_size * self.dtype.itemsize
+        checking = self._running(resolve_dtype("auto", CPU), CPU)
+        running = self._running(self.dtype, self.device) + self._states()
         tuning = 0 if self.lora is None else self._weights(self.frozen_dtype.itemsize) + _TUNING_BYTES
-        return PROGRAM_BYTES + max(running, 8 * self.adapter_bytes, tuning)
+        return PROGRAM_BYTES + max(running, checking, 8 * self.adapter_bytes, tuning)
+
+    def keeps_blocks(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether blocks stay in memory once they are read; else they are read again for every passage."""
+        budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else RUN_WHOLE
+        return dtype.itemsize * self._blocks() <= budget
+
+    def _running(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Of host memory: embedding and head, all blocks or two (one is read while another is in use), and a pass."""
+        arch = self.arch
+        kept = device.type == "cpu" and self.keeps_blocks(dtype, device)
+        numbers = arch.vocab_size * arch.hidden_size * (1 if arch.tied else 2)
+        numbers += self._blocks() if kept else 2 * max(map(self._block, range(arch.num_layers)))
+        return dtype.itemsize * (numbers + 8 * (ROWS + self.max_tokens) * arch.intermediate_size)
+
+    def _states(self) -> int:
+        """Of the documents that climb side by side."""
+        arch, count = self.arch, len(self.texts)
+        tokens, sentences = (ceil(PIECE_DOCUMENTS * each / count) for each in (self.tokens, self.sentences))
+        piece = arch.hidden_size * (tokens * self.dtype.itemsize + sentences * arch.num_layers * BF16)
+        return piece if self.keeps_blocks(self.dtype, self.device) else max(piece, TOGETHER_BYTES)
+
+    def _blocks(self) -> int:
+        """Numbers in all blocks."""
+        return sum(map(self._block, range(self.arch.num_layers)))
+
+    def _block(self, index: int) -> int:
+        return sum(prod(shape) for shape in self.arch.block_tensors(index).values())
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""
         validation = self.settings.validation
         return {
-            **self.request.fingerprint(),
-            "source": self.source.fingerprint(),
+            **super().fingerprint(),
             "data": self.split.train.sha256,
             "validation": None if validation is None else hash_file(validation).sha256,
             "documents": {"dtype": str(self.dtype), "prompt": self.prompt, "least": LEAST, "most": MOST},
-            "programs": {"adapt-llm": __version__, "torch": torch.__version__},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """The plan for scripts."""
         train, validation = self.split.train, self.split.validation
         return {
-            "source": {"id": self.source.identity.id, "revision": self.source.identity.revision},
-            "output": str(self.request.output),
-            "method": self.request.method,
-            "family": self.arch.family,
-            "num_layers": self.arch.num_layers,
+            **super().to_dict(),
             "labels": dict(zip(self.names, zip(train.counts, validation.counts, strict=True), strict=True)),
             "rows": {"train": len(train), "validation": len(validation), "skipped": train.skipped},
             "tokens": self.tokens,
             "prompt": self.prompt,
             "blocks": self.blocks,
             "bytes": {
-                "backbone": self.opened.backbone.nbytes,
+                "backbone": self.backbone.nbytes,
                 "river": self.river_bytes,
                 "adapters": self.adapter_bytes,
                 "features": self.feature_bytes,
             },
             "disk_bytes": self.disk,
             "memory_bytes": self.memory,
-            "device": str(self.opened.device),
         }
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        arch, backbone = self.arch, self.opened.backbone
+        arch, backbone = self.arch, self.backbone
         how = {"copy": "copied", "link": "hard-linked", "reference": "left in the Hub cache"}[backbone.mode]
         train, validation = self.split.train, self.split.validation
         counts = ", ".join(
@@ -216,13 +222,13 @@ class Plan:
         )
         frozen = "4-bit blocks" if self.blocks == "4bit" else "blocks"
         return [
-            f"Source       {self.source.identity.id} ({arch.family}, {arch.num_layers} blocks)",
+            f"Source       {self.origin}",
             f"Output       {self.request.output}",
             f"Backbone     {human(backbone.nbytes)}, {'rewritten' if backbone.entries or self.lora else how}",
             f"Rows         {len(train)} to train on + {len(validation)} to choose thresholds on: {counts}",
             f"Classifiers  one behind each of {arch.num_layers} {frozen}: {human(self.adapter_bytes)}",
             f"Work         {self._work()}",
-            f"Needs        {human(self.disk)} of disk, about {human(self.memory)} of memory, on {self.opened.device}",
+            f"Needs        {human(self.disk)} of disk, about {human(self.memory)} of memory, on {self.device}",
         ]
 
     def _work(self) -> str:
@@ -230,16 +236,7 @@ class Plan:
         return once if self.lora is None else f"{once}; before that, {EPOCHS} epochs of LoRA of rank {self.lora.rank}"
 
     def _weights(self, itemsize: int) -> int:
-        arch = self.arch
-        blocks = sum(torch.Size(shape).numel() for shape in arch.tensors().values())
-        return itemsize * blocks
-
-
-def default_prompt(names: Sequence[str]) -> str:
-    """Name the labels, so that the states of a text are about them."""
-    if len(names) > _NAMED_LABELS:
-        return "Classify the following text.\n\nText:\n"
-    return f"Classify the following text as {', '.join(names[:-1])} or {names[-1]}.\n\nText:\n"
+        return itemsize * sum(prod(shape) for shape in self.arch.tensors().values())
 
 
 def _length(text: Text) -> int:
@@ -251,15 +248,23 @@ def plan(request: ConvertRequest[TwoDeeSettings], reporter: Reporter) -> Plan:
     if request.untrained:
         raise UsageError("--untrained is not for 2dee: its classifiers are what it is", "Leave it out.")
     opened = open_request(request, reporter, stacks_on=("river", "rcla"))
-    made = Plan(request, opened, _split(request.settings, reporter))
-    if made.settings.max_tokens > opened.arch.max_positions:
-        what = f"--max-tokens {made.settings.max_tokens} is more than the model's {opened.arch.max_positions} positions"
-        raise UsageError(what, "The prompt needs some of them, too.")
+    _check_length(request.settings.max_tokens, opened.arch.max_positions, reporter)
+    made = Plan(request, opened, read_split(request.settings, opened.tokenizer, reporter))
     _check_tuning(made)
     check_memory(made.memory)
     if not work_folder(request.output).is_dir():
         check_disk(request.output, made.disk)
     return made
+
+
+def _check_length(max_tokens: int, positions: int, reporter: Reporter) -> None:
+    """Refuse documents longer than the model's positions, if somebody asked for them."""
+    if max_tokens <= positions:
+        return
+    if max_tokens != TwoDeeSettings.max_tokens:
+        what = f"--max-tokens {max_tokens} is more than the model's {positions} positions"
+        raise UsageError(what, "The prompt needs some of them, too.")
+    reporter.note(f"Texts are cut at the model's {positions} positions, less those of the prompt.")
 
 
 def _check_tuning(made: Plan) -> None:
@@ -271,28 +276,3 @@ def _check_tuning(made: Plan) -> None:
         raise UnsupportedError(what, "Fine-tune the plain model, or leave --lora out.")
     if made.request.backbone == "reference":
         raise UsageError("--lora writes a backbone of its own: it cannot be a reference", "Leave out --backbone.")
-
-
-def _split(settings: TwoDeeSettings, reporter: Reporter) -> Split:
-    """Read the rows, and say which of them judge."""
-    if settings.data is None:
-        raise UsageError("2dee needs labelled rows", "Give them with --data rows.jsonl.")
-    data = _read(settings, settings.labels, reporter)
-    if settings.validation is None:
-        return split(data, settings.validation_share, settings.seed)
-    parts = split_given(data, _read(settings, data.names, reporter, validation=True))
-    if parts.dropped:
-        reporter.warn(f"{parts.dropped} rows of {data.name} are in {settings.validation.name} too and do not train.")
-    return parts
-
-
-def _read(
-    settings: TwoDeeSettings, labels: Sequence[str] | None, reporter: Reporter, *, validation: bool = False
-) -> LabelledData:
-    path = settings.validation if validation else settings.data
-    if path is None:
-        raise ValueError("no file to read")
-    data = read_labelled(path, text_field=settings.field, label_field=settings.label_field, labels=labels)
-    if data.skipped:
-        reporter.warn(f"{data.skipped} rows of {data.name} were left out; {data.first_skipped}.")
-    return data

@@ -87,8 +87,9 @@ def document_blocks(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    keep: bool = True,
 ) -> Sequence[Block]:
-    """Return the blocks that documents run through, each read when first asked for.
+    """Return the blocks that documents run through, each read when first asked for (`keep`: see LazyBlocks).
 
     With `exits`, the 4-bit exit layers stand in for the backbone's blocks where there are any.
     """
@@ -98,4 +99,4 @@ def document_blocks(
             return load_exit_block(arch, backbone, exits[0], index, device=device, dtype=dtype)
         return load_block(arch, backbone, index, device=device, dtype=dtype)
 
-    return LazyBlocks(arch.num_layers, load)
+    return LazyBlocks(arch.num_layers, load, keep=keep)

@@ -19,10 +19,10 @@ MATRIX_PARTS = ("qweight", "qzeros", "zeros", "scales", "g_idx")
 
 
 class LazyBlocks(Sequence[Block]):
-    """Blocks that are loaded when first asked for."""
+    """Blocks that are loaded when first asked for. Without `keep`, only the one asked for last stays in memory."""
 
-    def __init__(self, count: int, load: Callable[[int], Block]) -> None:
-        self._load = load
+    def __init__(self, count: int, load: Callable[[int], Block], *, keep: bool = True) -> None:
+        self._load, self._keep = load, keep
         self._blocks: list[Block | None] = [None] * count
 
     def __len__(self) -> int:
@@ -37,6 +37,8 @@ class LazyBlocks(Sequence[Block]):
             return [self[position] for position in range(*index.indices(len(self)))]
         block = self._blocks[index]
         if block is None:
+            if not self._keep:
+                self._blocks = [None] * len(self._blocks)
             block = self._blocks[index] = self._load(index)
         return block
 

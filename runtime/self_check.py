@@ -42,19 +42,25 @@ def run_river_check(model: River, tokenizer: Tokenizer) -> SelfCheck:
     return SelfCheck(tokens=ids.shape[1], dense_nll=dense, river_nll=cached)
 
 
-def run_dense_check(model: Dense, tokenizer: Tokenizer) -> SelfCheck:
-    """Return the figures of the text. Raises FormatError where cached and uncached runs disagree."""
+def run_dense_check(model: Dense, tokenizer: Tokenizer, *, cached: bool = True) -> SelfCheck:
+    """Return the figures of the text. Raises FormatError where cached and uncached runs disagree.
+
+    Without `cached` every block is used once: token by token, blocks that are not kept would be read for each token.
+    """
     decoder = model.decoder
     ids = self_check_ids(tokenizer, decoder.arch.max_positions).to(decoder.device)
     with torch.inference_mode():
         h = decoder.run(decoder.embed(ids), decoder.step(None, ids), PassStore(decoder.arch))
         alone = _nll(decoder.logits(h), ids)
+        if not cached:
+            _agree(alone, alone)
+            return SelfCheck(tokens=ids.shape[1], dense_nll=alone)
         prompt, count = int(ids.shape[1] * PROMPT_SHARE), ids.shape[1]
         cache = model.new_cache(1, count)
         parts = [ids[:, :prompt], *(ids[:, at : at + 1] for at in range(prompt, count))]
-        cached = _nll(torch.cat([model.score(part, cache) for part in parts], dim=1), ids)
-    _agree(alone, cached)
-    return SelfCheck(tokens=count, dense_nll=cached)
+        stepwise = _nll(torch.cat([model.score(part, cache) for part in parts], dim=1), ids)
+    _agree(alone, stepwise)
+    return SelfCheck(tokens=count, dense_nll=stepwise)
 
 
 def _agree(alone: float, cached: float) -> None:

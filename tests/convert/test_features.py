@@ -1,5 +1,7 @@
 """Pooled states against a plain forward of every family, and the classifiers trained on them."""
 
+import copy
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +13,11 @@ from adapt_llm.convert.adapters import Fitting, Scale, fit, probabilities, runni
 from adapt_llm.convert.features import PIECE_DOCUMENTS, Encoder, Features, piece_name, write_features
 from adapt_llm.convert.workspace import Workspace
 from adapt_llm.runtime.adapters import Adapters
+from adapt_llm.runtime.block import Block
 from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.decoder import Decoder
 from adapt_llm.runtime.documents import Document
+from adapt_llm.runtime.exit_layers import LazyBlocks
 from adapt_llm.runtime.progress import SilentReporter
 
 
@@ -41,10 +45,10 @@ def reference(decoder: Decoder, prefix: tuple[int, ...], document: Document) -> 
 def test_packed_means_are_those_of_every_document_alone(name: str, prefix: tuple[int, ...], tiny_model) -> None:
     decoder = tiny_model(name).decoder
     documents = [random_document(seed, sentences) for seed, sentences in enumerate((1, 4, 2, 7))]
-    found = Encoder(decoder, prefix).pooled(documents).float()
+    (found,) = Encoder(decoder, prefix).pooled([documents])
     with torch.inference_mode():
         expected = torch.cat([reference(decoder, prefix, document) for document in documents])
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-4)
 
 
 def test_shared_keys_and_values(tiny_model) -> None:
@@ -57,13 +61,14 @@ def test_shared_keys_and_values(tiny_model) -> None:
     document = random_document(0, 5)
     with torch.inference_mode():
         expected = reference(shared, (), document)
-    torch.testing.assert_close(Encoder(shared).pooled([document]).float(), expected, rtol=2**-8, atol=1e-4)
+    (found,) = Encoder(shared).pooled([[document]])
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-4)
 
 
 class Counting(Encoder):
-    def pooled(self, documents):
-        calls.append(len(documents))
-        return super().pooled(documents)
+    def pooled(self, pieces):
+        calls.extend(map(len, pieces))
+        return super().pooled(pieces)
 
 
 calls: list[int] = []
@@ -99,6 +104,65 @@ def test_finished_pieces_are_not_made_again(tiny_model, tmp_path: Path) -> None:
         expected = torch.cat([reference(decoder, (), documents[number]) for number in some])
     assert counts.tolist() == [len(documents[number].ends) for number in some]
     torch.testing.assert_close(states.float(), expected, rtol=2**-8, atol=1e-4)
+
+
+class ReadBlocks:
+    """Reads blocks and counts; at most one of them is alive when another is read."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.reads: list[int] = []
+        self.alive: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.most = 0
+        self._decoder = decoder
+
+    def __call__(self, index: int) -> Block:
+        self.most = max(self.most, len(self.alive) + 1)
+        self.reads.append(index)
+        block = copy.copy(self._decoder.blocks[index])
+        self.alive.add(block)
+        return block
+
+    def frame(self, *, keep: bool) -> Decoder:
+        whole = self._decoder
+        blocks = LazyBlocks(len(whole.blocks), self, keep=keep)
+        return Decoder(
+            whole.arch, embedding=whole.embedding, blocks=blocks, final_norm=whole.final_norm, head=whole.head
+        )
+
+
+def test_blocks_that_are_not_kept_are_read_once_for_many_documents(tiny_model, tmp_path: Path) -> None:
+    """One block is in memory; the files are the same, also from where a kill left them."""
+    decoder = tiny_model("llama").decoder
+    documents = [random_document(seed, 1 + seed % 4) for seed in range(3 * PIECE_DOCUMENTS)]
+    layers = list(range(len(decoder.blocks)))
+    found: list[list[bytes]] = []
+    for keep, together, passes in ((True, 0, 1), (False, 0, 3), (False, 1 << 30, 1)):
+        read = ReadBlocks(decoder)
+        with Workspace(tmp_path / f"{keep}-{together}", {}) as work:
+            encoder = Encoder(read.frame(keep=keep), (3, 4))
+            write_features(work, encoder, documents, SilentReporter(), together=together)
+            assert read.reads == layers * passes
+            assert read.most == (len(layers) if keep else 1)
+            pieces = [work.piece(piece_name(number)) for number in range(3)]
+            found.append([piece.read_bytes() for piece in pieces])
+            pieces[1].unlink()
+            write_features(work, encoder, documents, SilentReporter(), together=together)
+            found.append([piece.read_bytes() for piece in pieces])
+    assert all(files == found[0] for files in found)
+
+
+def test_as_many_documents_climb_together_as_there_is_room_for(tiny_model, tmp_path: Path) -> None:
+    decoder = tiny_model("llama").decoder
+    documents = [random_document(3, 4)] * (5 * PIECE_DOCUMENTS)
+    piece = Encoder(decoder).nbytes(documents[:PIECE_DOCUMENTS])
+    arch, one = decoder.arch, documents[0]
+    numbers = 4 * len(one.ids) + 2 * len(one.ends) * arch.num_layers
+    assert piece == PIECE_DOCUMENTS * arch.hidden_size * numbers
+    read = ReadBlocks(decoder)
+    with Workspace(tmp_path / "out", {}) as work:
+        encoder = Encoder(read.frame(keep=False))
+        write_features(work, encoder, documents, SilentReporter(), together=2 * piece + 1)
+    assert len(read.reads) == 3 * arch.num_layers  # 2 + 2 + 1 pieces
 
 
 class Made(Features):

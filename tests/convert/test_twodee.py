@@ -2,22 +2,26 @@
 
 import hashlib
 import json
+import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Tokens
+from tokenizers import models
 
 from adapt_llm.convert import features as features_module
-from adapt_llm.convert import twodee
+from adapt_llm.convert import twodee, twodee_plan, twodee_rows
 from adapt_llm.convert.request import ConvertRequest
 from adapt_llm.convert.river import build as build_river
 from adapt_llm.convert.river import plan as plan_river
 from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.convert.twodee import build, plan
-from adapt_llm.convert.twodee_plan import default_prompt
 from adapt_llm.convert.twodee_request import TwoDeeSettings
+from adapt_llm.convert.twodee_rows import default_prompt, has_token
 from adapt_llm.errors import FormatError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.classify_loading import document_reader, load_classifier
@@ -201,10 +205,73 @@ def test_killed_and_resumed_gives_the_same_bytes(
     read: list[int] = []
     pooled = features_module.Encoder.pooled
     monkeypatch.setattr(
-        features_module.Encoder, "pooled", lambda self, some: read.append(len(some)) or pooled(self, some)
+        features_module.Encoder, "pooled", lambda self, pieces: read.append(len(pieces)) or pooled(self, pieces)
     )
     assert bytes_of(convert(request)) == bytes_of(made)
     assert len(read) == (3 if step == "features" else 0)
+
+
+def test_a_model_that_is_not_kept_in_memory_gives_the_same_bundle(
+    made: Path, request_for, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request_for(tmp_path / "toy")
+    kept = plan(asked, SilentReporter())
+    assert kept.keeps_blocks(kept.dtype, kept.device)
+    blocks = [sum(map(math.prod, kept.arch.block_tensors(layer).values())) for layer in range(4)]
+    whole = kept.memory
+    monkeypatch.setattr(twodee_plan, "RUN_WHOLE", 4 * sum(blocks) - 1)
+    monkeypatch.setattr(twodee_plan, "TOGETHER_BYTES", 0)
+    read = plan(asked, SilentReporter())
+    assert not read.keeps_blocks(read.dtype, read.device)
+    assert whole - read.memory == 4 * (sum(blocks) - 2 * max(blocks))
+    folder = build(read, SilentReporter())
+    found, expected = (json.loads((path / "adapt.json").read_text(encoding="utf-8")) for path in (folder, made))
+    checks = [manifest.pop("self_check") for manifest in (found, expected)]
+    assert found == expected
+    assert checks[0]["scores"] == checks[1]["scores"]
+    assert checks[0]["dense_nll"] == pytest.approx(checks[1]["dense_nll"], rel=0.01)
+    assert {name: value for name, value in bytes_of(folder).items() if name != "adapt.json"} == {
+        name: value for name, value in bytes_of(made).items() if name != "adapt.json"
+    }
+
+
+def test_a_row_without_a_token_is_left_out_and_named(
+    request_for, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twodee_rows, "has_token", lambda _, text: "nothing" not in text)
+    lines = data.read_text(encoding="utf-8").splitlines()
+    lines.insert(2, json.dumps({"text": "nothing here", "label": "good"}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    told: list[str] = []
+    reporter = SilentReporter()
+    monkeypatch.setattr(reporter, "warn", told.append, raising=False)
+    made = plan(request_for(tmp_path / "out", data=rows), reporter)
+    assert told == ["1 rows of rows.jsonl were left out; row 3: the text has no token."]
+    assert made.to_dict()["rows"] == {"train": 128, "validation": 32, "skipped": 1}
+    write_rows(rows, [{"text": "nothing here", "label": "good"}, *rows_of(0, 50)])
+    with pytest.raises(FormatError, match="the first in row 1: the text has no token"):
+        plan(request_for(tmp_path / "out", data=rows), SilentReporter())
+
+
+def test_what_has_a_token() -> None:
+    tokenizer = Tokens(models.BPE({"g": 0, "o": 1, "d": 2}, []))
+    texts = ("a good one", "ill", ("ill", "good"), "ill " * 40 + "good")
+    assert [has_token(tokenizer, text) for text in texts] == [True, False, True, True]
+
+
+def test_texts_are_cut_at_a_short_models_positions(request_for, tiny_llama: Path, tmp_path: Path) -> None:
+    short = shutil.copytree(tiny_llama, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text(encoding="utf-8"))
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}), encoding="utf-8")
+    told: list[str] = []
+    reporter = SilentReporter()
+    reporter.note = told.append  # pyright: ignore[reportAttributeAccessIssue]
+    default = TwoDeeSettings.max_tokens
+    assert plan(request_for(tmp_path / "out", source=short, max_tokens=default), reporter).max_tokens == 64
+    assert told == ["Texts are cut at the model's 64 positions, less those of the prompt."]
+    with pytest.raises(UsageError, match="--max-tokens 65 is more than the model's 64 positions"):
+        plan(request_for(tmp_path / "out", source=short, max_tokens=65), reporter)
 
 
 def test_a_river_bundle_below(request_for, tiny_llama: Path, tmp_path: Path) -> None:
