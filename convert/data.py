@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageError
 from ..runtime.methods import TextUsed
 from ..runtime.progress import Reporter
-from ..runtime.rows import read_rows
+from ..runtime.rows import input_form, read_rows
 from .examples import ExampleReader, holds_rows, read_document
 from .sequences import LossOn, Sequences
 from .token_file import TokenWriter
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..runtime.template import Template
     from ..runtime.text import Tokenizer
 
-_LAYOUT = 1  # of the token files; another number tokenises again
+_LAYOUT = 2  # of the token files; another number tokenises again
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DataSettings:
 
     files: texts (.txt and anything else that is text: one document each, kept as it is) and rows (jsonl, csv, tsv).
     evaluation: held-out files; without them the share `held_out` is kept back: of a text its end, of rows some drawn by
-    `seed`. length: tokens of a sequence. packed, loss_on: see `sequences.Sequences`.
+    `seed` and what the file holds. length: tokens of a sequence. packed, loss_on: see `sequences.Sequences`.
     """
 
     files: tuple[Path, ...]
@@ -90,7 +90,7 @@ def prepare_data(
     key = _fingerprint(settings, tokenizer, template, digests)
     record = _read_record(folder)
     if record.get("fingerprint") != key:
-        record = _tokenise(settings, ExampleReader(tokenizer, template), folder, reporter)
+        record = _tokenise(settings, digests, ExampleReader(tokenizer, template), folder, reporter)
         record["fingerprint"] = key
         with whole_file(folder / "data.json") as file:
             file.write(json.dumps(record, ensure_ascii=False, indent=2).encode("utf-8"))
@@ -132,7 +132,9 @@ def _check(train: Sequences, settings: DataSettings) -> None:
     raise UsageError(what, "Give more text, or shorter sequences.")
 
 
-def _tokenise(settings: DataSettings, reader: ExampleReader, folder: Path, reporter: Reporter) -> dict[str, Any]:
+def _tokenise(
+    settings: DataSettings, digests: Sequence[str], reader: ExampleReader, folder: Path, reporter: Reporter
+) -> dict[str, Any]:
     (folder / "data.json").unlink(missing_ok=True)  # half-made files are never taken up
     files = (*settings.files, *settings.evaluation)
     tokens: list[int] = []
@@ -143,9 +145,9 @@ def _tokenise(settings: DataSettings, reader: ExampleReader, folder: Path, repor
     ):
         learn = _Tokenising(settings, reader, train, held_out, 0.0 if settings.evaluation else settings.held_out)
         judge = _Tokenising(settings, reader, held_out, held_out, 0.0)
-        for number, path in enumerate(files):
+        for number, (path, digest) in enumerate(zip(files, digests, strict=True)):
             before = train.tokens + held_out.tokens
-            (learn if number < len(settings.files) else judge).add_file(path, reporter)
+            (learn if number < len(settings.files) else judge).add_file(path, digest, reporter)
             tokens.append(train.tokens + held_out.tokens - before)
             task.advance(path.stat().st_size)
         train.finish()
@@ -163,10 +165,10 @@ class _Tokenising:
     back: TokenWriter
     share: float
 
-    def add_file(self, path: Path, reporter: Reporter) -> None:
+    def add_file(self, path: Path, digest: str, reporter: Reporter) -> None:
         """Add a text or rows; a warning counts the rows that cannot be used."""
         if holds_rows(path):
-            self._warn(path, self._add_rows(path), reporter)
+            self._warn(path, self._add_rows(path, digest), reporter)
         else:
             self._add_document(read_document(path))
 
@@ -181,9 +183,9 @@ class _Tokenising:
                 writer.add(ids, bytes(len(ids)))
             writer.end_row()
 
-    def _add_rows(self, path: Path) -> Counter[str]:
+    def _add_rows(self, path: Path, digest: str) -> Counter[str]:
         """Why rows were left out, and how often."""
-        held_out = self._drawn(path)
+        held_out = self._drawn(path, digest)
         refused: Counter[str] = Counter()
         for row in read_rows([str(path)], field_name=self.settings.field):
             try:
@@ -196,13 +198,13 @@ class _Tokenising:
             writer.end_row()
         return refused
 
-    def _drawn(self, path: Path) -> set[int]:
-        """Numbers (from 1) of the rows that are held out: exactly the share, one at least, drawn by the seed."""
+    def _drawn(self, path: Path, digest: str) -> set[int]:
+        """Numbers (from 1) of the rows that are held out: exactly the share, one at least, whatever the file's name."""
         if not self.share:
             return set()
         count = sum(1 for _ in read_rows([str(path)], field_name=self.settings.field))
         number = min(max(1, round(count * self.share)), max(0, count - 1))
-        draws = random.Random(f"{self.settings.seed}:{path.name}")  # noqa: S311 - not for secrets
+        draws = random.Random(f"{self.settings.seed}:{digest}")  # noqa: S311 - not for secrets
         return set(draws.sample(range(1, count + 1), number))
 
     @staticmethod
@@ -217,7 +219,9 @@ def _fingerprint(
     """What the token files depend on."""
     parts = {
         "layout": _LAYOUT,
-        "files": [path.name for path in (*settings.files, *settings.evaluation)],
+        "rows": [
+            input_form(path.name) if holds_rows(path) else None for path in (*settings.files, *settings.evaluation)
+        ],
         "digests": list(digests),
         "held_out": settings.held_out,
         "field": settings.field,

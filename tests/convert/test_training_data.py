@@ -281,6 +281,23 @@ def test_rows_are_held_out_whole(tmp_path: Path) -> None:
     assert back != kept[-4:]
 
 
+def test_what_is_held_out_depends_on_the_rows_and_not_on_their_name(tmp_path: Path) -> None:
+    def held_out(name: str, first: int = 0) -> tuple[list[str], str]:
+        path = write_rows(tmp_path / name, [{"text": f"row {first + number:04d}"} for number in range(40)])
+        data = prepare(path, held_out=0.1, packed=False, length=20)
+        return text_of(data.held_out), data.fingerprint
+
+    assert held_out("a.jsonl") == held_out("b.jsonl")
+    numbers = [[int(text.split()[1]) % 100 for text in held_out("a.jsonl", first)[0]] for first in (0, 100, 200)]
+    assert numbers[0] != numbers[1] or numbers[0] != numbers[2]
+
+
+def test_the_same_bytes_as_rows_and_as_a_text_are_other_data(tmp_path: Path) -> None:
+    rows = [{"text": "abcdefgh"}] * 9
+    names = ("a.jsonl", "a.txt")
+    assert len({prepare(write_rows(tmp_path / name, rows)).fingerprint for name in names}) == 2
+
+
 def test_evaluation_files_are_held_out(tmp_path: Path) -> None:
     path, other = tmp_path / "a.txt", tmp_path / "b.txt.gz"
     path.write_text("a" * 50, encoding="utf-8")
