@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .request import MethodRequest, choice, demand
 
@@ -52,6 +52,15 @@ class RclaSettings(MethodRequest):
         """The learning rate at its highest."""
         default = RATE_FULL if self.lora is None else RATE_LORA
         return default if self.learning_rate is None else self.learning_rate
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Without what changes no byte (a block's activations are the same computed twice), and without `micro_batch`.
+
+        By default that depends on the number of processes. A checkpoint of the training compares it; once the weights
+        are there, nothing depends on it.
+        """
+        spared = ("gradient_checkpointing", "checkpoint_every", "micro_batch")
+        return {name: value for name, value in super().fingerprint().items() if name not in spared}
 
     def __post_init__(self) -> None:
         given = [self.share_every is not None, self.keep_layers is not None, self.keep_ratio is not None]

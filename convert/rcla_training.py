@@ -139,7 +139,8 @@ class Trainer:
             frozen_dtype=training.frozen_dtype,
             checkpointing=settings.gradient_checkpointing,
         )
-        key = {"data": data.fingerprint, "cross_prob": settings.cross_prob, "lora": settings.lora}
+        named = ("sequence_length", "packed", "loss_on", "cross_prob", "lora")
+        key = {"data": data.fingerprint, **{name: getattr(settings, name) for name in named}}
         objective = CrossLayer(settings.cross_prob)
         folder = self._folder / "training"
         history = train(model, data.train, training.steps, objective, folder, reporter=reporter, key=key)

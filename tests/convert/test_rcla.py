@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ import torch
 from adapt_llm.convert import quantise, rcla_plan, rcla_training
 from adapt_llm.convert.export import export
 from adapt_llm.convert.kv_map import every
+from adapt_llm.convert.processes import join
 from adapt_llm.convert.rcla import build, plan
 from adapt_llm.convert.rcla_request import RclaSettings
+from adapt_llm.convert.rcla_training import Trainer, prepare
 from adapt_llm.convert.request import ConvertRequest
 from adapt_llm.convert.river import build as build_river
 from adapt_llm.convert.river import plan as plan_river
 from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.convert.trainable import Trainable
 from adapt_llm.convert.training import train
+from adapt_llm.convert.workspace import work_folder
 from adapt_llm.errors import UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.cache import PassStore
@@ -164,7 +168,8 @@ def test_an_interrupted_conversion_ends_in_the_same_bytes(moment: str, request_f
         convert(request, Listening(stop_at=moment))
     assert not request.output.exists()
     resumed = Listening()
-    path = convert(request, resumed)
+    more_memory = {"gradient_checkpointing": False, "checkpoint_every": 7}  # no part of what a bundle depends on
+    path = convert(request_for(request.output.name, share_every=2, **more_memory), resumed)
     assert resumed.notes[0].startswith("Resuming")
     steps = [note for note in resumed.notes if note.startswith("step ")]
     assert [note.split()[1] for note in steps] == (["20/30", "30/30"] if moment.startswith("step") else [])
@@ -173,9 +178,31 @@ def test_an_interrupted_conversion_ends_in_the_same_bytes(moment: str, request_f
 
 def test_changed_settings_never_resume(request_for) -> None:
     with pytest.raises(ConnectionAbortedError):
-        convert(request_for("changed", share_every=2), Listening(stop_at="step 10/30"))
+        convert(request_for("changed", share_every=2), Listening(stop_at="step 20/30"))
     with pytest.raises(UsageError, match="cross_prob"):
         convert(request_for("changed", share_every=2, cross_prob=0.3))
+    with pytest.raises(UsageError, match="micro_batch was 4, is 2") as caught:  # as by default with two processes
+        convert(request_for("changed", share_every=2, micro_batch=2))
+    assert "--micro-batch 4" in (caught.value.hint or "")
+    same = [
+        plan(request_for("changed", share_every=2, **given), SilentReporter()) for given in ({}, {"micro_batch": 4})
+    ]
+    assert same[0].fingerprint() == same[1].fingerprint()
+
+
+@pytest.mark.parametrize("other", [{"sequence_length": 16}, {"packed": False}, {"loss_on": "answers"}])
+def test_a_checkpoint_knows_its_sequences(other: dict[str, Any], request_for, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = json.dumps({"prompt": "Where does it rise? ", "completion": "In the mountains, and then it goes north."})
+    rows.write_text(f"{row}\n" * 30, encoding="utf-8")
+    name = "sequences-" + "-".join(other)
+    with pytest.raises(ConnectionAbortedError):
+        convert(request_for(name, data=(rows,)), Listening(stop_at="step 20/30"))
+    request = request_for(name, data=(rows,), **other)
+    folder, training = work_folder(request.output), plan(request, SilentReporter()).training
+    data = prepare(training, folder, SilentReporter())
+    with pytest.raises(UsageError, match=f"{next(iter(other))} was"):
+        Trainer(training, folder, join("cpu")).run(data, SilentReporter())
 
 
 def test_a_file_that_judges_instead_of_training_is_another_conversion(request_for, text: Path, tmp_path: Path) -> None:
