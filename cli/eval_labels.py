@@ -5,18 +5,21 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..errors import UsageError
+from ..runtime.label_quality import Comparison, Rows, compare, spread
 from ..runtime.progress import Reporter
 from . import plots, services
 from .classification import Asked, Point, choose_one_d, choose_two_d, full
 from .heat import Stops, heat_map, shades
-from .measure import Comparison, compare, spread
 from .text_classifier import TextClassifier
 from .writing import check_new, write_whole
+
+if TYPE_CHECKING:
+    from ..runtime.methods import TwoDee
 
 EXAMPLES = """\
   adapt eval qwen-2dee --labels test.jsonl
@@ -73,27 +76,42 @@ def evaluate_labels(
     data = services.labelled(request.labels, request.field, request.label_field, twodee.labels)
     if data.skipped:
         reporter.warn(f"{data.skipped} rows have no text or no label and are left out; the first: {data.first_skipped}")
-    if data.sha256 == twodee.data.sha256:
-        reporter.warn(f"{data.name} is the file that the classifiers were trained on: these figures are too good")
+    if (used := used_for(twodee, data.sha256)) is not None:
+        reporter.warn(f"{data.name} is the file that {used}: these figures are too good")
     data = data.select(spread(len(data), request.limit))
     classifier = services.open_classifier(bundle, settings, reporter)
     batch_size = asked.batch_size or classifier.batch_size
-    found = compare(classifier, data.texts, data.labels, points, batch_size=batch_size, reporter=reporter)
+    modes = {name: services.mode(point) for name, point in points.items()}
+    rows = Rows(data.texts, data.labels, data.rows)
+    found = compare(classifier, rows, modes, batch_size=batch_size, reporter=reporter)
     if found.unreadable:
         reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
-    result = summary(found, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
+    result = summary(found, points, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
     result["use"] = twodee.use
     _publish(request, result, as_json=as_json)
 
 
-def summary(found: Comparison, classifier: TextClassifier, data: Mapping[str, str]) -> dict[str, Any]:
+def used_for(twodee: "TwoDee", sha256: str) -> str | None:
+    """Say what conversion did with a file; None where it did not have it."""
+    if sha256 == twodee.data.sha256:
+        return "the classifiers were trained on"
+    judged = twodee.validation_data
+    return "thresholds were chosen on" if judged is not None and sha256 == judged.sha256 else None
+
+
+def summary(
+    found: Comparison, points: Mapping[str, Point], classifier: TextClassifier, data: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the keys of `eval --labels --json`. The figures at the top are 2D's; without thresholds 1D's."""
-    tallies = found.tallies
-    main, dense = tallies.get("two_d", tallies["one_d"]), tallies["dense"]
-    figures = {name: tally.figures(dense) for name, tally in tallies.items()}
+    tallies, first = found.tallies, "two_d" if "two_d" in found.tallies else "one_d"
+    main, dense = tallies[first], tallies["dense"]
+    figures: dict[str, dict[str, Any]] = {}
+    for name, point in points.items():
+        chosen = {"name": point.name, "thresholds": point.thresholds, "layer": point.layer}
+        figures[name] = {**tallies[name].figures(dense), "point": chosen}
     return {
         "rows": main.confusion.rows,
-        **main.figures(dense),
+        **figures[first],
         "margin": round(main.confusion.margin, 4),
         "dense": figures["dense"],
         "one_d": figures["one_d"],

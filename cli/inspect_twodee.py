@@ -12,7 +12,6 @@ _COLUMNS = (("accuracy", 8), ("steady", 6), ("macro-F1", 8), ("work", 6), ("laye
 
 def settings(method: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return name and value of each setting, in reading order."""
-    data = method["data"]
     prompt = " ".join(method["prompt"].split()) or "none"
     return [
         ("labels", _wrapped(", ".join(method["labels"]))),
@@ -22,10 +21,17 @@ def settings(method: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("language", method["language"] or "guessed text by text"),
         ("blocks", "the backbone's" if method["blocks"] == "dense" else "4-bit exit layers where there are any"),
         ("classifiers", f"{method['hidden']} hidden units each"),
-        ("rows", _wrapped(f"{data['rows']} of {data['name']}, {data['validation']} of them to choose thresholds")),
+        ("rows", _wrapped(_rows(method))),
         ("fine-tuned", _training(method.get("training"))),
         ("decides", _decides(method)),
     ]
+
+
+def _rows(method: Mapping[str, Any]) -> str:
+    data, judged = method["data"], method.get("validation_data")
+    if judged is None:
+        return f"{data['rows']} of {data['name']}, {data['validation']} of them to choose thresholds"
+    return f"{data['rows']} of {data['name']}, {judged['rows']} of {judged['name']} to choose thresholds"
 
 
 def _wrapped(text: str) -> str:
@@ -65,10 +71,18 @@ def figures(method: Mapping[str, Any]) -> Iterator[str]:
 
 def gained(method: Mapping[str, Any]) -> str:
     """Say in one line what conversion measured on the validation rows."""
-    full, one_d, two_d = method["full"], method["chosen_one_d"], method["chosen"]
+    found = measured(method)
+    full, one_d, two_d = found["dense"], found["one_d"], found["two_d"]
     parts = [f"full {full['accuracy']:.4f}", f"1D {one_d['accuracy']:.4f} with work {one_d['work']:.3f}"]
     parts += [] if two_d is None else [f"2D {two_d['accuracy']:.4f} with work {two_d['work']:.3f}"]
-    return f"Accuracy on {method['data']['validation']} validation rows: {', '.join(parts)}"
+    return f"Accuracy on {found['rows']} validation rows: {', '.join(parts)}"
+
+
+def measured(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same for `convert --json`, by the names of `eval --labels --json`."""
+    judged = method.get("validation_data") or method["data"]
+    points = {"dense": method["full"], "one_d": method["chosen_one_d"], "two_d": method["chosen"]}
+    return {"rows": judged["validation"], "use": method["use"], **points}
 
 
 def sample(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:

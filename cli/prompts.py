@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from ..errors import FormatError, UsageError
+from ..runtime.row_content import has_surrogate
 
 STDIN = "-"
 
@@ -55,7 +56,7 @@ def single_prompt(argument: str | None, option: str | None, file: Path | None, *
         prompt = read_stdin() if given or piped() else ""
     else:
         prompt = _joined(read_stdin() if joined and piped() and not _is_stdin(file) else "", given[0])
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands over bytes of an argument
+    if has_surrogate(prompt):  # how Python hands over bytes of an argument
         raise UsageError("the prompt is not UTF-8 text", "Convert it, for example with iconv")
     if not prompt.strip():
         raise UsageError("no prompt", "Give one after BUNDLE, with -p or -f FILE, or pipe it in")

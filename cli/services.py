@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..runtime.bundle import Bundle
     from ..runtime.conversation import GenerationOptions
     from ..runtime.methods import TwoDee
+    from ..runtime.options import SessionOptions
     from ..runtime.schedule import Mode
     from ..runtime.session import Session
     from .classification import Point
@@ -123,45 +124,44 @@ def mode(point: "Point") -> "Mode":
 
 def open_classifier(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> TextClassifier:
     """Open a bundle that classifies and load its model. `settings` are the fields of SessionOptions."""
+    bundle, options = _opened(path, settings, reporter)
+    from ..runtime.classify_loading import document_reader, load_classifier, settings_of  # noqa: PLC0415
+    from ..runtime.text import Tokenizer  # noqa: PLC0415
+
+    stored = settings_of(bundle)
+    reader = document_reader(stored, Tokenizer.load(path))
+    classifier = load_classifier(bundle, options, reporter, reader=reader)
+    at_once = CPU_BATCH if classifier.decoder.device.type == "cpu" else GPU_BATCH
+    return TextClassifier(
+        labels=stored.labels,
+        layers=classifier.layers,
+        batch_size=at_once,
+        reader=reader,
+        classifier=classifier,
+    )
+
+
+def _opened(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> "tuple[Bundle, SessionOptions]":
+    """Check the fields of SessionOptions, set the threads, and open a bundle without its model."""
     from ..runtime.options import SessionOptions  # noqa: PLC0415
 
     options = SessionOptions(**settings)
     import torch  # noqa: PLC0415 - after the options were checked
 
     from ..runtime.bundle import Bundle  # noqa: PLC0415
-    from ..runtime.classify_loading import document_reader, load_classifier, settings_of  # noqa: PLC0415
-    from ..runtime.text import Tokenizer  # noqa: PLC0415
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
-    stored = settings_of(bundle)
-    classifier = load_classifier(bundle, options, reporter)
-    at_once = CPU_BATCH if classifier.decoder.device.type == "cpu" else GPU_BATCH
-    return TextClassifier(
-        labels=stored.labels,
-        layers=classifier.layers,
-        batch_size=at_once,
-        reader=document_reader(stored, Tokenizer.load(path)),
-        classifier=classifier,
-    )
+    return Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter), options
 
 
 def text_quality(
     path: Path, text: str, settings: Mapping[str, Any], *, limit: int | None, reporter: Reporter
 ) -> dict[str, Any]:
     """Measure a bundle on a text; return the keys of `eval --text --json`. `settings` are fields of SessionOptions."""
-    from ..runtime.options import SessionOptions  # noqa: PLC0415
-
-    options = SessionOptions(**settings)
-    import torch  # noqa: PLC0415 - after the options were checked
-
-    from ..runtime.bundle import Bundle  # noqa: PLC0415
+    bundle, options = _opened(path, settings, reporter)
     from ..runtime.text_quality import text_quality as measure  # noqa: PLC0415
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
     return measure(bundle, text, options, limit=limit, reporter=reporter).to_dict()
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..runtime.scores import DIGITS
+
 if TYPE_CHECKING:
     from ..runtime.classify import Classifier, Verdict
     from ..runtime.documents import Document, DocumentReader
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("label", "confidence", "scores", "layers", "sentences", "work", "truncated")
 """What a classified row has besides its own keys."""
-DIGITS = 6
 
 
 @dataclass(frozen=True)

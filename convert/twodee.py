@@ -23,7 +23,7 @@ from ..runtime.dense import Dense
 from ..runtime.documents import DocumentReader
 from ..runtime.loading import resolve_dtype
 from ..runtime.manifest import Backbone, Base, Manifest, SelfCheck
-from ..runtime.methods import LabelledRows, River, TextUsed, TrainingRun, TwoDee
+from ..runtime.methods import Readout, River, TextUsed, TrainingRun, TwoDee
 from ..runtime.operating_point import best_accuracy, cheapest
 from ..runtime.progress import Reporter
 from ..runtime.self_check import run_dense_check
@@ -31,7 +31,7 @@ from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
 from .adapters import Fitting, fit, probabilities
 from .features import TOGETHER_BYTES, Encoder, Features, TextDocuments, write_features
-from .frontier import READOUTS, Curve, Judged, Readout, measure
+from .frontier import READOUTS, Curve, Judged, measure
 from .stream import Entry, HashingFile, lazy, of_tensor, read_entries, write_safetensors
 from .training import train
 from .twodee_lora import EPOCHS, TOKENS_A_PASS, Classified, LabelledDocuments, PrefixLoss, keeps_activations
@@ -240,7 +240,8 @@ class _Recipe:
         )
 
     def _method(self, curve: Curve) -> TwoDee:
-        plan, settings, data = self._plan, self._plan.settings, self._plan.split.train
+        plan, settings = self._plan, self._plan.settings
+        data, judged = plan.rows_used
         wanted = best_accuracy(curve.layers) - settings.max_drop
         chosen, layer = cheapest(curve.frontier, wanted), cheapest(curve.layers, wanted) or curve.full
         gains = chosen is not None and chosen.work < layer.work
@@ -264,9 +265,8 @@ class _Recipe:
             full=curve.full,
             chosen=chosen,
             chosen_one_d=layer,
-            data=LabelledRows(
-                name=data.name, sha256=data.sha256, rows=len(plan.texts), validation=len(plan.split.validation)
-            ),
+            data=data,
+            validation_data=judged,
             class_weights=plan.class_weights,
             training=self._training_run(),
         )

@@ -15,7 +15,7 @@ import torch
 from ..errors import UnsupportedError, UsageError
 from ..runtime.bundle import ADAPTERS, RIVER
 from ..runtime.loading import resolve_dtype
-from ..runtime.methods import River
+from ..runtime.methods import LabelledRows, River
 from ..runtime.progress import Reporter
 from ..runtime.sentences import LEAST, MOST, split_sentences
 from .features import PIECE_DOCUMENTS, ROWS, TOGETHER_BYTES
@@ -61,6 +61,16 @@ class Plan(OpenedPlan[TwoDeeSettings]):
     def labels(self) -> tuple[int, ...]:
         """Of `texts`."""
         return self.split.train.labels + self.split.validation.labels
+
+    @property
+    def rows_used(self) -> tuple[LabelledRows, LabelledRows | None]:
+        """For the manifest: the rows of `--data`, and those of a validation file of its own."""
+        train, judged = self.split.train, self.split.validation
+        if self.settings.validation is None:
+            rows = len(train) + len(judged)
+            return LabelledRows(name=train.name, sha256=train.sha256, rows=rows, validation=len(judged)), None
+        own = LabelledRows(name=judged.name, sha256=judged.sha256, rows=len(judged), validation=len(judged))
+        return LabelledRows(name=train.name, sha256=train.sha256, rows=len(train), validation=0), own
 
     @property
     def class_weights(self) -> tuple[float, ...]:

@@ -42,6 +42,7 @@ class TwoDeeSettings(MethodRequest):
         for path in self.files:
             demand(path.is_file(), f"There is no file {path}")
         demand(0 < self.validation_share < 1, f"--validation-share {self.validation_share} is not between 0 and 1")
+        demand(all(name.strip() for name in self.labels or ()), "--labels has an empty name", "Write it as a,b,c.")
         demand(
             self.labels is None or len(set(self.labels)) == len(self.labels) >= 2,
             "--labels needs two different names or more",

@@ -6,7 +6,6 @@ Several documents are under way at once; one that is done leaves, and the next t
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from ..errors import UsageError
 from .adapters import Adapters
 from .decoder import Decoder
 from .documents import Document
+from .methods import Readout
 from .packed import SequenceCache, SharedPrefix
 from .schedule import Mode, TwoD, Votes, sweeps
 from .sweep import Flight, Sweep
-
-Readout = Literal["mean", "last"]
 
 AHEAD = 16  # documents read, for each place in the batch, past the oldest one that is not answered yet
 ROWS = 4096  # tokens in one product, which bounds the memory of a pass

@@ -26,8 +26,10 @@ from .store import TensorStore
 from .text import Tokenizer
 
 
-def load_classifier(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> Classifier:
-    """Make the classifier of a 2D-EE bundle.
+def load_classifier(
+    bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None, *, reader: DocumentReader | None = None
+) -> Classifier:
+    """Make the classifier of a 2D-EE bundle. `reader`: its `document_reader`, where there is one already.
 
     Raises FormatError for a bundle without one, or with damaged adapters; UsageError for an option that it has not.
     """
@@ -51,8 +53,8 @@ def load_classifier(bundle: Bundle, options: SessionOptions, reporter: Reporter 
         device=device,
     )
     decoder = load_frame(arch, bundle.backbone, blocks, device=device, dtype=dtype)
-    prefix = document_reader(settings, Tokenizer.load(bundle.path)).prefix(settings.prompt)
-    return Classifier(decoder, adapters, prefix=prefix, readout=settings.readout)
+    reader = reader or document_reader(settings, Tokenizer.load(bundle.path))
+    return Classifier(decoder, adapters, prefix=reader.prefix(settings.prompt), readout=settings.readout)
 
 
 def check_scores(classifier: Classifier, reader: DocumentReader) -> tuple[float, ...]:

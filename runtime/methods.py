@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Readout = Literal["mean", "last"]
+"""What is classified where no rule fired: the mean of the sentences' states, or the last sentence's."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -165,7 +167,7 @@ class LabelledRows(BaseModel, frozen=True):
     name: str
     sha256: Sha256
     rows: Annotated[int, Field(gt=0)]
-    validation: Annotated[int, Field(gt=0)]
+    validation: Annotated[int, Field(ge=0)]
     """How many of them were held out to choose thresholds."""
 
 
@@ -186,8 +188,7 @@ class TwoDee(MethodSettings, frozen=True):
     """Characters above which a sentence is cut."""
     max_tokens: Annotated[int, Field(gt=0)]
     """Longer documents are cut, and say so."""
-    readout: Literal["mean", "last"] = "mean"
-    """What is classified when no rule fired: the mean of all sentences, or the last one."""
+    readout: Readout = "mean"
     depth: Annotated[int, Field(ge=1)] | None = None
     """Two dimensions use the first so many blocks, the classifiers of later ones being no better; None: all."""
     max_drop: Share
@@ -201,6 +202,8 @@ class TwoDee(MethodSettings, frozen=True):
     """The operating point for `max_drop`; None where no thresholds reach it."""
     chosen_one_d: FixedLayer
     data: LabelledRows
+    validation_data: LabelledRows | None = None
+    """The file that thresholds were chosen on, where it is one of its own; `data` has no held-out rows then."""
     class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     training: TrainingRun | None = None
     """Only where the backbone was fine-tuned (LoRA)."""

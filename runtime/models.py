@@ -56,6 +56,7 @@ def self_check(bundle: Bundle) -> Sequence[str]:
         found = run_river_check(load_river(bundle, replace(options, resident=everything)), tokenizer)
     settings = bundle.manifest.method(TwoDee)
     if settings is not None:
-        scores = check_scores(load_classifier(bundle, options), document_reader(settings, tokenizer))
+        reader = document_reader(settings, tokenizer)
+        scores = check_scores(load_classifier(bundle, options, reader=reader), reader)
         found = found.model_copy(update={"scores": scores})
     return compare(recorded, found)

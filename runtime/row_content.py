@@ -70,4 +70,8 @@ def _is_message(item: object) -> bool:
 
 def has_surrogate(text: str) -> bool:
     """Whether a text is not Unicode: JSON escapes and undecodable bytes can leave half a character."""
-    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -15,6 +15,7 @@ from math import ceil
 from sentencex.sentencex import segment
 
 from ..errors import UsageError
+from .row_content import has_surrogate
 
 LEAST = 30
 """With these two, English film reviews come to some 28 tokens a sentence."""
@@ -102,11 +103,8 @@ def written_without_spaces(character: str) -> bool:
 
 def check_unicode(text: str) -> None:
     """Raise UsageError for a text with lone surrogates, which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        hint = "It may have been read with a wrong encoding"
-        raise UsageError("the text is not Unicode (lone surrogate)", hint) from error
+    if has_surrogate(text):
+        raise UsageError("the text is not Unicode (lone surrogate)", "It may have been read with a wrong encoding")
 
 
 def split_sentences(text: str, language: str | None = None, *, least: int = LEAST, most: int = MOST) -> list[str]:

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapt_llm.cli import measure, plots, services
-from adapt_llm.cli.classification import Point
+from adapt_llm.cli import plots, services
 from adapt_llm.cli.heat import ASCII_SHADES, SHADES, heat_map, shades
-from adapt_llm.cli.measure import compare, spread
-from adapt_llm.cli.scores import Confusion
 from adapt_llm.convert.frontier import macro_f1
 from adapt_llm.errors import UsageError
+from adapt_llm.runtime import label_quality
+from adapt_llm.runtime.label_quality import Rows, compare, spread
 from adapt_llm.runtime.progress import SilentReporter
+from adapt_llm.runtime.schedule import Full, OneD, Rule, TwoD
+from adapt_llm.runtime.scores import Confusion
 
 Invoke = Callable[..., tuple[int, str, str]]
 
@@ -100,6 +101,9 @@ def test_the_rows_of_training_are_told(
     code, _, err = classify("eval", "b", "--labels", rows)
     line = "test.jsonl is the file that the classifiers were trained on: these figures are too good"
     assert (code, err) == (0, f"adapt: warning: {line}\n")
+    monkeypatch.setattr(services, "twodee", lambda _: fake.settings(validation_data=seen))
+    line = "test.jsonl is the file that thresholds were chosen on: these figures are too good"
+    assert classify("eval", "b", "--labels", rows)[2] == f"adapt: warning: {line}\n"
 
 
 def test_fields_limit_and_tables(classify: Invoke, opened: Any, tmp_path: Path) -> None:
@@ -176,10 +180,10 @@ def test_a_bundle_without_thresholds(
 def test_all_see_the_same_rows_in_turn(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk, each first in its turn; one clock for all."""
     clock = iter(range(1, 10_000))
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    points = {"dense": Point("full"), "one_d": Point("1d", layer=2), "two_d": Point("2d", (0.1, 1.0))}
-    texts = [f"good {n}" for n in range(40)]
-    found = compare(opened, texts, [1] * 40, points, batch_size=2, reporter=SilentReporter())
+    monkeypatch.setattr(label_quality, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    modes = {"dense": Full(), "one_d": OneD(2), "two_d": TwoD(Rule(0.1, 1.0))}
+    rows = Rows([f"good {n}" for n in range(40)], [1] * 40)
+    found = compare(opened, rows, modes, batch_size=2, reporter=SilentReporter())
     kinds = [type(mode).__name__ for mode in opened.classifier.modes]
     warm_up, *turns = ("".join(kinds[place : place + 3]) for place in range(0, 12, 3))
     assert (warm_up, turns) == ("FullOneDTwoD", ["FullOneDTwoD", "OneDTwoDFull", "TwoDFullOneD"])
@@ -190,12 +194,13 @@ def test_all_see_the_same_rows_in_turn(opened: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_without_a_token_are_left_out(opened: Any) -> None:
-    points = {"dense": Point("full"), "one_d": Point("1d", layer=2)}
-    found = compare(opened, ["good", "FAIL", "bad"], [1, 1, 0], points, batch_size=2, reporter=SilentReporter())
-    assert (found.unreadable, found.first_unreadable) == (1, "the text has no token")
+    modes = {"dense": Full(), "one_d": OneD(2)}
+    rows = Rows(["good", "FAIL", "bad", "FAIL"], [1, 1, 0, 0], numbers=[1, 5, 6, 7])
+    found = compare(opened, rows, modes, batch_size=2, reporter=SilentReporter())
+    assert (found.unreadable, found.first_unreadable) == (2, "row 5: the text has no token")
     assert found.tallies["dense"].confusion.counts == [[1, 0], [0, 1]]
     with pytest.raises(UsageError, match="no row has a text"):
-        compare(opened, ["FAIL"], [1], points, batch_size=2, reporter=SilentReporter())
+        compare(opened, Rows(["FAIL"], [1]), modes, batch_size=2, reporter=SilentReporter())
 
 
 @given(st.integers(1, 500), st.none() | st.integers(1, 600))

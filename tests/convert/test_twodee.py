@@ -25,7 +25,7 @@ from adapt_llm.convert.twodee_rows import default_prompt, has_token
 from adapt_llm.errors import FormatError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.classify_loading import document_reader, load_classifier
-from adapt_llm.runtime.methods import TwoDee
+from adapt_llm.runtime.methods import LabelledRows, TwoDee
 from adapt_llm.runtime.models import self_check
 from adapt_llm.runtime.operating_point import choose_layer, choose_thresholds
 from adapt_llm.runtime.options import SessionOptions
@@ -119,7 +119,10 @@ def test_figures_of_the_manifest_are_those_of_running_the_validation_rows(reques
     )
     folder = convert(request)
     settings = settings_in(folder)
-    assert settings.data.validation == len(held)
+    digests = [hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in ("a.jsonl", "b.jsonl")]
+    assert settings.data == LabelledRows(name="a.jsonl", sha256=digests[0], rows=settings.data.rows, validation=0)
+    assert 0 < settings.data.rows <= len(train)
+    assert settings.validation_data == LabelledRows(name="b.jsonl", sha256=digests[1], rows=48, validation=48)
     labels = np.array([settings.labels.index(row["label"]) for row in held])
     sentences = np.array([verdict.sentences for verdict in classified(folder, held, Full())])
     points = [*settings.frontier[:: max(1, len(settings.frontier) // 3)], settings.full, settings.one_d[1]]
@@ -303,6 +306,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(request_for, tmp_p
         plan(replace(request_for(tmp_path / "out"), untrained=True), SilentReporter())
     with pytest.raises(UsageError, match="max-tokens"):
         plan(request_for(tmp_path / "out", max_tokens=4000), SilentReporter())
+    with pytest.raises(UsageError, match="--labels has an empty name"):
+        request_for(tmp_path / "out", labels=("good", "bad", ""))
     one = write_rows(tmp_path / "one.jsonl", [{"text": "a text", "label": "same"}] * 9)
     with pytest.raises(FormatError, match="only the label"):
         plan(request_for(tmp_path / "out", data=one), SilentReporter())

@@ -1,4 +1,4 @@
-"""Several ways to decide, measured on the same labelled rows and side by side.
+"""Several ways to decide, measured on the same labelled rows and side by side: `adapt eval --labels`.
 
 Chunks of rows go through all of them in turn, so that what else the machine does falls on all alike; decisions and
 times are of the same runs. Knows no files and no terminal.
@@ -9,30 +9,65 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import UsageError
-from ..runtime.progress import Reporter
-from . import services
-from .classification import Point
-from .scores import Confusion
-from .text_classifier import DIGITS, TextClassifier
+from .progress import Reporter
+from .scores import DIGITS, Confusion
 
 if TYPE_CHECKING:
-    from ..runtime.classify import Verdict
-    from ..runtime.documents import Document
+    from .classify import Verdict
+    from .documents import Document
+    from .schedule import Mode
 
 CHUNK_BATCHES = 8
 """Batches a chunk: at its end the batch runs empty, which costs a mode that stops early the most."""
 
-Texts = Sequence[str | Sequence[str]]
+
+class Labeller(Protocol):
+    """A bundle that classifies, once it is open."""
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names; a verdict's label is a place in them."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """How many blocks there are."""
+        ...
+
+    def read(self, content: str | Sequence[str]) -> "Document":
+        """Tokenise a text, or its sentences. Raises UsageError for one that cannot be read."""
+        ...
+
+    def classify(self, documents: "Iterator[Document]", mode: "Mode", *, batch_size: int) -> "Iterator[Verdict]":
+        """Answer documents in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts and their labels. `numbers`: where in their file they are, from 1; empty where that is not known."""
+
+    texts: Sequence[str | Sequence[str]]
+    labels: Sequence[int]
+    numbers: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def some(self, start: int, count: int) -> "Rows":
+        """Return the rows from `start` on, `count` at most."""
+        part = slice(start, start + count)
+        return Rows(self.texts[part], self.labels[part], self.numbers[part])
 
 
 @dataclass
 class Tally:
     """What one way to decide gave."""
 
-    point: Point
+    mode: "Mode"
     confusion: Confusion
     layers: int = 0
     sentences: int = 0
@@ -68,7 +103,6 @@ class Tally:
         }
         return {
             **{name: round(value, DIGITS) for name, value in numbers.items()},
-            "point": {"name": self.point.name, "thresholds": self.point.thresholds, "layer": self.point.layer},
             "per_class": _rounded(matrix.per_class()),
             "confusion": matrix.counts,
             "stops": [[*cell, count] for cell, count in sorted(self.stops.items())],
@@ -99,23 +133,22 @@ def spread(rows: int, limit: int | None) -> list[int]:
 
 
 def compare(
-    classifier: TextClassifier,
-    texts: Texts,
-    labels: Sequence[int],
-    points: Mapping[str, Point],
+    classifier: Labeller,
+    rows: Rows,
+    modes: "Mapping[str, Mode]",
     *,
     batch_size: int,
     reporter: Reporter,
 ) -> Comparison:
-    """Take all rows through every point of `points`. Raises UsageError where no row has a token."""
-    tallies = {name: Tally(point, Confusion(classifier.labels)) for name, point in points.items()}
+    """Take all rows through every mode. Raises UsageError where no row has a token."""
+    tallies = {name: Tally(mode, Confusion(classifier.labels)) for name, mode in modes.items()}
     found = Comparison(tallies, batch_size)
-    _warm_up(classifier, texts[:batch_size], tallies, batch_size)
+    _warm_up(classifier, rows.some(0, batch_size), tallies, batch_size)
     size = CHUNK_BATCHES * batch_size
-    with reporter.task("Rows", len(texts)) as task:
-        for number, start in enumerate(range(0, len(texts), size)):
-            chunk = texts[start : start + size]
-            _chunk(classifier, chunk, labels[start : start + size], _turn(tallies, number), found)
+    with reporter.task("Rows", len(rows)) as task:
+        for number, start in enumerate(range(0, len(rows), size)):
+            chunk = rows.some(start, size)
+            _chunk(classifier, chunk, _turn(tallies, number), found)
             task.advance(len(chunk))
     if any(not tally.confusion.rows for tally in tallies.values()):
         raise UsageError("no row has a text that can be read", found.first_unreadable)
@@ -129,40 +162,38 @@ def _turn(tallies: Mapping[str, Tally], number: int) -> Sequence[Tally]:
     return [*order[shift:], *order[:shift]]
 
 
-def _read(classifier: TextClassifier, texts: Texts, found: Comparison | None = None) -> "Iterator[Document | None]":
-    for text in texts:
+def _read(classifier: Labeller, rows: Rows, found: Comparison | None = None) -> "Iterator[Document | None]":
+    for place, text in enumerate(rows.texts):
         try:
             yield classifier.read(text)
         except UsageError as error:
             if found is not None:
                 found.unreadable += 1
-                found.first_unreadable = found.first_unreadable or str(error)
+                where = f"row {rows.numbers[place]}: " if rows.numbers else ""
+                found.first_unreadable = found.first_unreadable or f"{where}{error}"
             yield None
 
 
-def _warm_up(classifier: TextClassifier, texts: Texts, tallies: Mapping[str, Tally], batch_size: int) -> None:
+def _warm_up(classifier: Labeller, rows: Rows, tallies: Mapping[str, Tally], batch_size: int) -> None:
     """Read weights and start threads before the clock runs."""
-    documents = [document for document in _read(classifier, texts) if document is not None]
+    documents = [document for document in _read(classifier, rows) if document is not None]
     for tally in tallies.values():
-        for _ in classifier.classify(iter(documents), services.mode(tally.point), batch_size=batch_size):
+        for _ in classifier.classify(iter(documents), tally.mode, batch_size=batch_size):
             pass
 
 
-def _chunk(
-    classifier: TextClassifier, texts: Texts, labels: Sequence[int], turn: Sequence[Tally], found: Comparison
-) -> None:
+def _chunk(classifier: Labeller, rows: Rows, turn: Sequence[Tally], found: Comparison) -> None:
     started = time.perf_counter()
-    read = list(_read(classifier, texts, found))
+    read = list(_read(classifier, rows, found))
     reading = time.perf_counter() - started
-    pairs = [(document, label) for document, label in zip(read, labels, strict=True) if document is not None]
+    pairs = [(document, label) for document, label in zip(read, rows.labels, strict=True) if document is not None]
     if not pairs:
         return
     documents = [document for document, _ in pairs]
     found.truncated += sum(document.truncated for document in documents)
     for tally in turn:
         started = time.perf_counter()
-        mode = services.mode(tally.point)
-        verdicts = list(classifier.classify(iter(documents), mode, batch_size=found.batch_size))
+        verdicts = list(classifier.classify(iter(documents), tally.mode, batch_size=found.batch_size))
         tally.seconds.append(time.perf_counter() - started + reading)
         for verdict, (document, label) in zip(verdicts, pairs, strict=True):
             tally.add(verdict, label, classifier.layers * len(document.ends))

@@ -3,6 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+DIGITS = 6
+"""Of figures in JSON."""
+
+
+def macro_f1(counts: Sequence[Sequence[int]]) -> float:
+    """Mean of the classes' F1; a class that is neither there nor answered does not count. `counts[label][answer]`."""
+    answered = [sum(column) for column in zip(*counts, strict=True)]
+    found = [_f1(row[place], sum(row), answered[place]) for place, row in enumerate(counts)]
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known)
+
+
+def _f1(hits: int, there: int, answered: int) -> float | None:
+    return 2 * hits / (there + answered) if there + answered else None
+
 
 @dataclass
 class Confusion:
@@ -35,10 +50,8 @@ class Confusion:
 
     @property
     def macro_f1(self) -> float:
-        """Mean of the classes' F1; a class that is neither there nor answered does not count."""
-        found = [self._f1(place) for place in range(len(self.names))]
-        known = [value for value in found if value is not None]
-        return sum(known) / len(known)
+        """See the function of this name."""
+        return macro_f1(self.counts)
 
     def per_class(self) -> Mapping[str, Mapping[str, float | None]]:
         """Precision, recall and F1 of each class, None where nothing is divided by, and its rows."""
@@ -46,7 +59,7 @@ class Confusion:
             name: {
                 "precision": self._share(place, self._answered(place)),
                 "recall": self._share(place, sum(self.counts[place])),
-                "f1": self._f1(place),
+                "f1": _f1(self.counts[place][place], sum(self.counts[place]), self._answered(place)),
                 "rows": sum(self.counts[place]),
             }
             for place, name in enumerate(self.names)
@@ -57,7 +70,3 @@ class Confusion:
 
     def _share(self, place: int, total: int) -> float | None:
         return self.counts[place][place] / total if total else None
-
-    def _f1(self, place: int) -> float | None:
-        total = sum(self.counts[place]) + self._answered(place)
-        return 2 * self.counts[place][place] / total if total else None
