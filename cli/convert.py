@@ -153,7 +153,9 @@ def _convert(ctx: typer.Context, request: Any, *, as_json: bool) -> None:  # noq
 def _tell(path: Path, plan: "Plan", reporter: Reporter, *, as_json: bool) -> None:
     quality, twodee = services.quality(path), services.twodee(path)
     if twodee is not None:
-        reporter.note(inspect_twodee.gained(twodee.model_dump()))
+        method = twodee.model_dump(mode="json")
+        reporter.note(inspect_twodee.gained(method))
+        quality = {**(quality or {}), **inspect_twodee.measured(method)}
     elif quality:
         reporter.note(figures(quality))
     reporter.note(f'Next: adapt run {shlex.quote(str(path))} "Hello"')

@@ -96,7 +96,8 @@ def training_options(
             "--lr",
             metavar="X",
             rich_help_panel=TRAINING,
-            help="At its highest (default: rcla 5e-6, with --lora 1e-4; 2dee 3e-4, of the classifiers).",
+            help="At its highest (default: rcla 5e-6, with --lora 1e-4). 2dee: of the classifiers alone, also with "
+            "--lora (default: 1e-3).",
         ),
     ] = None,
     lora: Annotated[
@@ -274,7 +275,10 @@ def twodee_options(
         ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, metavar="N", rich_help_panel=TWODEE, help="At most (default: 30).")
+        int | None,
+        typer.Option(
+            "--epochs", min=1, metavar="N", rich_help_panel=TWODEE, help="Of the classifiers, at most (default: 30)."
+        ),
     ] = None,
     class_weights: Annotated[
         bool | None,

@@ -146,6 +146,8 @@ def command(
     if request.inputs:
         run.rows(source.rows(request, as_json=as_json))
         return
+    if asked.batch_size is not None:
+        raise UsageError("--batch-size is for many rows", "Give them with -i FILE, or -i - for stdin")
     text = source.single(request, joined=twodee is None)
     as_json = as_json or request.form in {"json", "jsonl"}
     if isinstance(run, Classify):

@@ -88,6 +88,22 @@ def test_convert_says_what_labels_are_worth(
         ]
 
 
+def test_json_says_what_labels_are_worth(
+    adapt: Invoke, requests: list[SimpleNamespace], fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("convert", "m", "--method", "2dee", "--data", "rows.jsonl", "--json", "-q")
+    own = fake.settings().data.model_copy(update={"validation": 44})
+    monkeypatch.setattr(services, "twodee", lambda _: fake.settings(validation_data=own))
+    for below in (None, QUALITY):
+        monkeypatch.setattr(services, "quality", lambda _, below=below: below)
+        quality = json.loads(adapt(*args)[1])["quality"]
+        assert (quality["rows"], quality["use"]) == (44, "2d")
+        assert quality["dense"]["accuracy"] == 0.89
+        assert (quality["one_d"]["layer"], quality["one_d"]["work"]) == (4, pytest.approx(4 / 6))
+        assert (quality["two_d"]["tau_ignore"], quality["two_d"]["work"]) == (0.4, 0.4)
+        assert quality.get("kl") == (None if below is None else QUALITY["kl"])
+
+
 def test_dry_run(adapt: Invoke, requests: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "build", None)
     args = ["convert", "m", "--method", "river", "--dry-run"]

@@ -281,6 +281,7 @@ def test_a_bundle_that_is_faster_in_one_dimension(fake: ModuleType) -> None:
         (["--tau", "0.5"], "--tau is for bundles that generate; b classifies (2dee). Leave it out"),
         (["--system", "x"], "--system-prompt is for bundles that generate; b classifies (2dee). Leave it out"),
         (["--resume"], "--resume is for many rows. Give them with -i FILE, or -i - for stdin"),
+        (["-b", "4"], "--batch-size is for many rows. Give them with -i FILE, or -i - for stdin"),
     ],
 )
 def test_usage(classify: Invoke, args: list[str], line: str) -> None:
