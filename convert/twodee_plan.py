@@ -110,7 +110,7 @@ class Plan(OpenedPlan[TwoDeeSettings]):
         wide = self.request.dtype == "fp32" or (self.request.dtype == "auto" and self.device.type == "cpu")
         return torch.float32 if wide else torch.bfloat16
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """In which documents run: float32 on a CPU that has the memory (the fastest for many rows), else as asked."""
         wide = self._weights(torch.float32.itemsize) < psutil.virtual_memory().total // 2

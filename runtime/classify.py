@@ -31,8 +31,8 @@ class Verdict:
 
     Where the rule fired, `scores` are mean probabilities over the cells that counted; else those of the classifier
     that read the whole document. `layers` and `sentences` are how many were looked at, `work` the operations as the
-    paper counts them, as a share of the full computation (1 where Algorithm 1 did not stop), `computed` the share that
-    was really run.
+    paper counts them, as a share of the full computation (the depth's share of all layers where Algorithm 1 did not
+    stop), `computed` the share that was really run.
     """
 
     label: int
