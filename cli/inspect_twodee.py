@@ -44,10 +44,10 @@ def _training(training: Mapping[str, Any] | None) -> str:
 
 
 def _decides(method: Mapping[str, Any]) -> str:
-    lost = f"for a loss of at most {method['max_drop']:g} of accuracy"
+    lost = f"losing at most {method['max_drop']:g}"
     if method["use"] == "2d":
         chosen = method["chosen"]
-        within = f" in layers 1 to {method['depth']}" if method.get("depth") else ""
+        within = f", layers 1 to {method['depth']}" if method.get("depth") else ""
         return f"2D, thresholds {chosen['tau_ignore']:g},{chosen['tau_acc']:g}{within}, {lost}"
     return f"1D, layer {method['chosen_one_d']['layer']}, {lost}"
 

@@ -32,7 +32,8 @@ from ..runtime.text import Tokenizer
 from .adapters import Fitting, fit, probabilities
 from .features import TOGETHER_BYTES, Encoder, Features, TextDocuments, write_features
 from .frontier import READOUTS, Curve, Judged, measure
-from .stream import Entry, HashingFile, lazy, of_tensor, read_entries, write_safetensors
+from .stream import HashingFile, of_tensor, read_entries, write_safetensors
+from .trainable import trained_entries
 from .training import train
 from .twodee_lora import EPOCHS, TOKENS_A_PASS, Classified, LabelledDocuments, PrefixLoss, keeps_activations
 from .twodee_plan import ADAPTERS_FILE, CPU, Plan, plan
@@ -117,7 +118,7 @@ class _Recipe:
             model, tokens = self._tune()
             work.write_note(_RUN, {"tokens": tokens})
             with work.new_piece(_TUNED) as file:
-                write_safetensors(HashingFile(file), self._entries(model))
+                write_safetensors(HashingFile(file), trained_entries(model, self._plan.source.store))
         shutil.rmtree(work.folder / "training", ignore_errors=True)
         self._store = open_files([work.piece(_TUNED)])
         entries = read_entries(work.piece(_TUNED))
@@ -150,14 +151,6 @@ class _Recipe:
             key=key,
         )
         return model, history.tokens
-
-    def _entries(self, model: Classified) -> list[Entry]:
-        """Every tensor in the dtype that it came in."""
-        store = self._plan.source.store
-        return [
-            lazy(name, store.info(name).dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
-            for name, tensor in model.state().items()
-        ]
 
     def _features(self) -> Features:
         plan = self._plan
