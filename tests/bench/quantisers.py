@@ -20,9 +20,9 @@ from adapt_llm.convert.source import open_source
 from adapt_llm.convert.workspace import Workspace
 from adapt_llm.quant.layout import choose_group_size
 from adapt_llm.quant.quantizers import QUANTIZERS
+from adapt_llm.runtime.architecture import architecture_of
 from adapt_llm.runtime.decoder import load_frame
 from adapt_llm.runtime.exits import FixedExit
-from adapt_llm.runtime.architecture import architecture_of
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.quality import Track, push, score
 from adapt_llm.runtime.store import open_files
