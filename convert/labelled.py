@@ -101,8 +101,9 @@ def read_labelled(
             problems.append(f"row {row.number}: {error}")
             continue
         if labels is not None and label not in labels:
-            hint = "Add it to the labels, or leave its rows out of the file"
-            raise FormatError(f"row {row.number} has the label '{label}', not one of {', '.join(labels)}", hint)
+            where = f"row {row.number} of {', '.join(path.name for path in files)}"
+            hint = "Leave rows of other labels out of the file, or train with them"
+            raise FormatError(f"{where} has the label '{label}', not one of {', '.join(labels)}", hint)
         texts.append(text)
         places.append(row.number)
         found.append(label)

@@ -94,4 +94,5 @@ class RclaSettings(MethodRequest):
         )
         choice("--loss-on", self.loss_on, ("all", "answers"))
         for path in self.files:
+            demand(not path.is_dir(), f"{path} is a folder", "Name the files in it.")
             demand(path.is_file(), f"There is no file {path}")

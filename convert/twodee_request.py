@@ -40,6 +40,7 @@ class TwoDeeSettings(MethodRequest):
     def __post_init__(self) -> None:
         demand(self.data is not None, "2dee needs labelled rows", "Give them with --data rows.jsonl.")
         for path in self.files:
+            demand(not path.is_dir(), f"{path} is a folder", "Name the files in it.")
             demand(path.is_file(), f"There is no file {path}")
         demand(0 < self.validation_share < 1, f"--validation-share {self.validation_share} is not between 0 and 1")
         demand(all(name.strip() for name in self.labels or ()), "--labels has an empty name", "Write it as a,b,c.")

@@ -196,11 +196,15 @@ def _text_row(line: bytes) -> Row:
     return Row(0, digest(data), content=text)
 
 
+def _no_number(text: str) -> object:
+    raise ValueError(f"not JSON: {text} is no JSON number")
+
+
 def _json_row(line: bytes, wanted: Wanted) -> Row:
     data = _strip_ending(line)
     key = digest(data)
     try:
-        value: object = json.loads(_decode(data))
+        value: object = json.loads(_decode(data), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         problem = str(error) if not isinstance(error, json.JSONDecodeError) else f"not JSON: {error}"
         return Row(0, key, error=problem)

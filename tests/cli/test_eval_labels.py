@@ -87,7 +87,7 @@ def test_an_unknown_label_is_one_line(classify: Invoke, tmp_path: Path, monkeypa
     monkeypatch.setattr(services, "open_classifier", None)  # before a model is loaded
     code, out, err = classify("eval", "b", "--labels", labelled(tmp_path, [("good", "pos"), ("so so", "neutral")]))
     assert (code, out) == (1, "")
-    assert err.startswith("adapt: error: row 2 has the label 'neutral', not one of neg, pos. ")
+    assert err.startswith("adapt: error: row 2 of test.jsonl has the label 'neutral', not one of neg, pos. ")
     assert err.count("\n") == 1
 
 

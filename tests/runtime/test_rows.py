@@ -167,3 +167,12 @@ def test_shards_are_a_partition(count: int, shards: int) -> None:
     parts = [list(Shard.parse(f"{index}/{shards}").select(everything)) for index in range(1, shards + 1)]
     assert sorted((row for part in parts for row in part), key=lambda row: row.number) == everything
     assert all(part == sorted(part, key=lambda row: row.number) for part in parts)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_json_number_is_that_rows_error(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "a", "x": {number}}}\n{{"text": "b"}}\n', encoding="utf-8")
+    first, second = read_rows([str(path)])
+    assert first.error == f"not JSON: {number} is no JSON number"
+    assert second.content == "b"
