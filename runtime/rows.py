@@ -131,10 +131,13 @@ def _stdin() -> BinaryIO:
 
     Where a thread reads, Python on its way out would wait for the lock of `sys.stdin.buffer`, and give up in the end.
     """
+    stdin = sys.stdin
+    if stdin is None:  # closed by the shell: reading it says so
+        return open(0, "rb", closefd=False)
     try:
-        return open(0 if sys.stdin is None else sys.stdin.fileno(), "rb", closefd=False)
+        return open(stdin.fileno(), "rb", closefd=False)
     except (OSError, ValueError):  # no file: a test's
-        return cast("BinaryIO", sys.stdin.buffer)
+        return cast("BinaryIO", stdin.buffer)
 
 
 def _decompressed(stream: BinaryIO) -> BinaryIO:

@@ -156,7 +156,6 @@ def test_without_matplotlib(classify: Invoke, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.parametrize(("name", "magic"), [("p.png", b"\x89PNG"), ("p.PDF", b"%PDF"), ("p.svg", b"<?xml")])
 def test_picture(classify: Invoke, tmp_path: Path, name: str, magic: bytes) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / name
     assert classify("eval", "b", "--labels", labelled(tmp_path, PAIRS), "--plot", path)[0] == 0
     assert path.read_bytes().startswith(magic)
