@@ -67,7 +67,7 @@ def test_labels_keep_their_names_in_natural_order(tmp_path: Path, values: list[o
 def test_given_labels_set_the_order_and_refuse_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "t", "label": "a"}, {"text": "u", "label": "b"}])
     assert read_labelled(path, labels=["b", "c", "a"]).labels == (2, 0)
-    with pytest.raises(FormatError, match="row 2 of a.jsonl has the label 'b', not one of a, c"):
+    with pytest.raises(FormatError, match=r"row 2 of a\.jsonl has the label 'b', not one of a, c"):
         read_labelled(path, labels=["a", "c"])
 
 
