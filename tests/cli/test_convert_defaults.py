@@ -37,8 +37,7 @@ def test_numbers_in_help_are_the_defaults(
 
 
 def test_learning_rates_in_help_are_those_of_training() -> None:
-    match = re.search(
-        rf"rcla ({NUMBER}), with --lora ({NUMBER}); 2dee ({NUMBER})", dict(said(training_options))["learning_rate"]
-    )
+    text = dict(said(training_options))["learning_rate"]
+    match = re.search(rf"rcla ({NUMBER}), with --lora ({NUMBER})\)\. 2dee: .*\(default: ({NUMBER})\)", text)
     assert match is not None
     assert [float(text) for text in match.groups()] == [RATE_FULL, RATE_LORA, Fitting.learning_rate]
