@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,12 @@ def _load(path: Path) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the programs that tests start: a shell's background jobs are begun with SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
