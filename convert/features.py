@@ -19,7 +19,7 @@ from ..runtime.block import Block
 from ..runtime.cache import PassStore
 from ..runtime.decoder import Decoder
 from ..runtime.documents import Document, DocumentReader
-from ..runtime.packed import PackedStep, PackedStore
+from ..runtime.packed import PackedStep, PackedStore, mean_states
 from ..runtime.progress import Reporter
 from .labelled import Text
 from .pace import Paced
@@ -118,7 +118,7 @@ class _Pack:
     def through(self, block: Block) -> Tensor:
         """Run one block more and return the sentences' means [sentences, hidden], float32."""
         self._h = block(self._h, self._step, self._store)
-        means = torch.segment_reduce(self._h[0].float(), "mean", lengths=self._lengths, axis=0, unsafe=True)
+        means = mean_states(self._h, self._lengths)
         return means[self._is_sentence.to(means.device)]
 
 

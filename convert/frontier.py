@@ -160,14 +160,14 @@ def useful_depth(layers: Sequence[FixedLayer]) -> int:
     Classifiers of a frozen model are best around the middle. Layers beyond only add votes that are no better, and cost
     most where the rule does not fire.
     """
-    padded = np.pad([point.accuracy for point in layers], 1, mode="edge")
-    return 1 + int(np.lib.stride_tricks.sliding_window_view(padded, 3).mean(-1).argmax())
+    return 1 + int(smoothed(np.array([point.accuracy for point in layers])).argmax())
 
 
 def smoothed(surface: Floats) -> Floats:
-    """Mean of every point of a grid [n, m] and its neighbours, up to eight of them; edges count themselves again."""
+    """Mean of every point of a line or a grid and its neighbours on all sides; edges count themselves again."""
+    window = (3,) * surface.ndim
     padded = np.pad(surface, 1, mode="edge")
-    return np.lib.stride_tricks.sliding_window_view(padded, (3, 3)).mean((-2, -1))
+    return np.lib.stride_tricks.sliding_window_view(padded, window).mean(tuple(range(-surface.ndim, 0)))
 
 
 def pareto(points: Iterable[Thresholds]) -> tuple[Thresholds, ...]:

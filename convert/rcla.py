@@ -10,13 +10,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .. import __version__
 from ..errors import FormatError
 from ..runtime.architecture import Architecture
 from ..runtime.decoder import load_block, load_decoder, load_frame
@@ -30,6 +26,7 @@ from ..runtime.progress import Reporter
 from ..runtime.self_check import compare, run_dense_check, self_check_ids
 from ..runtime.store import TensorStore, open_files, open_safetensors
 from ..runtime.text import Tokenizer
+from .building import begin, libraries
 from .data import TrainingData
 from .kv_map import KVMap, keepers_of, search
 from .map_loss import Weights, losses
@@ -42,7 +39,7 @@ from .sequences import Batch
 from .stream import HashingFile, lazy, write_safetensors
 from .trainable import trained_entries
 from .workspace import Workspace, work_folder
-from .writer import place_configs, place_shards, place_text_files, seal
+from .writer import place_shards, seal
 
 __all__ = ["Plan", "build", "plan"]
 
@@ -59,12 +56,7 @@ def build(plan: Plan, reporter: Reporter) -> Path:
     if processes is not None and not processes.leads:
         Trainer(plan.training, work_folder(request.output), processes).follow()
         return request.output
-    with Workspace(request.output, plan.fingerprint(), force=request.force, resume=request.resume) as work:
-        if work.resumed:
-            reporter.note(f"Resuming the unfinished work in {work.folder}.")
-        source = plan.source
-        place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
-        place_text_files(work, source.text_files())
+    with begin(plan, reporter) as work:
         return _Recipe(plan, work, reporter, processes).finish()
 
 
@@ -209,7 +201,7 @@ class _Recipe:
             backbone=Backbone(mode="copy"),
             quality=self._quality(sources, measured, texts),
             self_check=check,
-            libraries={"adapt-llm": __version__, "torch": torch.__version__, "safetensors": version("safetensors")},
+            libraries=libraries(),
         )
 
     def _training_run(self, texts: Texts) -> TrainingRun | None:

@@ -7,13 +7,11 @@ taken up where it was. Knows the order of things; how each is done is its neighb
 
 import math
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__
 from ..errors import FormatError
 from ..runtime.decoder import EMBEDDING, load_frame
 from ..runtime.exits import CosineExit, FixedExit
@@ -27,6 +25,7 @@ from ..runtime.quality import Quality
 from ..runtime.self_check import compare, run_river_check, self_check_ids
 from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
+from .building import begin, libraries
 from .calibration import CalibrationText, load_calibration
 from .judge import TAUS, Files, Verdict, choose_tau, judge, loss, measure
 from .pace import Paced
@@ -35,7 +34,7 @@ from .preflight import RUN_WHOLE
 from .quantise import Job, piece_name, quantise_calibrated, quantise_plain
 from .ready_made import take_ready_made
 from .workspace import Workspace
-from .writer import place_backbone, place_configs, place_river, place_text_files, seal
+from .writer import place_backbone, place_river, seal
 
 __all__ = ["Plan", "build", "plan"]
 
@@ -47,13 +46,7 @@ def build(plan: Plan, reporter: Reporter) -> Path:
 
     The same plan gives the same bytes, however often it was interrupted.
     """
-    request = plan.request
-    with Workspace(request.output, plan.fingerprint(), force=request.force, resume=request.resume) as work:
-        if work.resumed:
-            reporter.note(f"Resuming the unfinished work in {work.folder}.")
-        source = plan.source
-        place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
-        place_text_files(work, source.text_files())
+    with begin(plan, reporter) as work:
         backbone = place_backbone(work, plan.backbone, reporter)
         return _Recipe(plan, work, reporter).finish(backbone)
 
@@ -192,7 +185,7 @@ class _Recipe:
             backbone=backbone,
             quality=_quality_record(text, verdict, tau),
             self_check=check,
-            libraries={"adapt-llm": __version__, "torch": torch.__version__, "safetensors": version("safetensors")},
+            libraries=libraries(),
         )
 
 

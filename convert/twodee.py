@@ -7,12 +7,10 @@ manifest last. Every step may be killed and is taken up where it was. Knows the 
 
 import shutil
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..errors import FormatError
 from ..runtime.adapters import Adapters
 from ..runtime.bundle import BACKBONE, RIVER
@@ -30,6 +28,7 @@ from ..runtime.self_check import run_dense_check
 from ..runtime.store import TensorStore, open_files
 from ..runtime.text import Tokenizer
 from .adapters import Fitting, fit, probabilities
+from .building import begin, libraries
 from .features import TOGETHER_BYTES, Encoder, Features, TextDocuments, write_features
 from .frontier import READOUTS, Curve, Judged, measure
 from .stream import HashingFile, of_tensor, read_entries, write_safetensors
@@ -41,11 +40,9 @@ from .workspace import Workspace
 from .writer import (
     place_backbone,
     place_bytes,
-    place_configs,
     place_file,
     place_safetensors,
     place_shards,
-    place_text_files,
     seal,
     write_piece,
 )
@@ -60,13 +57,7 @@ def build(plan: Plan, reporter: Reporter) -> Path:
 
     The same plan gives the same bytes on the same machine, however often it was interrupted.
     """
-    request = plan.request
-    with Workspace(request.output, plan.fingerprint(), force=request.force, resume=request.resume) as work:
-        if work.resumed:
-            reporter.note(f"Resuming the unfinished work in {work.folder}.")
-        source = plan.source
-        place_configs(work, source.config, source.generation_config, tied=plan.arch.tied)
-        place_text_files(work, source.text_files())
+    with begin(plan, reporter) as work:
         _place_exit_layers(work, plan, reporter)
         return _Recipe(plan, work, reporter).finish()
 
@@ -229,7 +220,7 @@ class _Recipe:
             backbone=backbone,
             quality=None if bundle is None or plan.lora is not None else bundle.manifest.quality,
             self_check=check,
-            libraries={"adapt-llm": __version__, "torch": torch.__version__, "safetensors": version("safetensors")},
+            libraries=libraries(),
         )
 
     def _method(self, curve: Curve) -> TwoDee:

@@ -15,6 +15,11 @@ from .decoder import Decoder
 from .step import Step
 
 
+def mean_states(h: Tensor, lengths: Tensor) -> Tensor:
+    """Mean of each stretch of `lengths` rows of h [1, R, hidden] -> [stretches, hidden], float32."""
+    return torch.segment_reduce(h[0].float(), "mean", lengths=lengths.to(h.device), axis=0, unsafe=True)
+
+
 class PackedStore:
     """The stores of the sequences of a `PackedStep`, in its order; it asks each of them itself."""
 

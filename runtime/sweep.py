@@ -16,7 +16,7 @@ from torch import Tensor
 from .adapters import Adapters
 from .decoder import Decoder
 from .documents import Document
-from .packed import PackedStep, PackedStore, SequenceCache
+from .packed import PackedStep, PackedStore, SequenceCache, mean_states
 from .schedule import Item, Stop, Votes
 from .step import Step
 
@@ -142,7 +142,7 @@ class Pack:
 
     def pooled(self, h: Tensor) -> Tensor:
         """Mean of each sentence's rows of h [1, R, hidden] -> [cells, hidden], float32."""
-        return torch.segment_reduce(h[0].float(), "mean", lengths=self._lengths, axis=0, unsafe=True)
+        return mean_states(h, self._lengths)
 
 
 class Sweep:
