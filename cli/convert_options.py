@@ -163,6 +163,15 @@ def rcla_options(
             help="How often a layer reads an earlier layer's cache in training (default: 0.6).",
         ),
     ] = None,
+    plain_passes: Annotated[
+        float | None,
+        typer.Option(
+            "--plain-passes",
+            metavar="X",
+            rich_help_panel=RCLA,
+            help="Share of training passes in which no layer reads another's cache (default: 0).",
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option("--steps", min=1, metavar="N", rich_help_panel=RCLA, help="Optimiser steps (default: 1000)."),

@@ -11,7 +11,7 @@ TAKES = {"river": ("river",), "rcla": ("training", "rcla"), "2dee": ("training",
 """Method -> the groups of options that are its own."""
 MAY_BE_UNTRAINED = ("rcla",)
 TRAINS = (
-    *("steps", "learning_rate", "lora", "cross_prob", "batch_size", "micro_batch"),
+    *("steps", "learning_rate", "lora", "cross_prob", "plain_passes", "batch_size", "micro_batch"),
     *("gradient_checkpointing", "checkpoint_every"),
 )
 """Options that say how weights are trained."""

@@ -29,11 +29,17 @@ def draw_sources(arch: Architecture, probability: float, draws: random.Random) -
 
 @dataclass(frozen=True)
 class CrossLayer:
-    """The summed cross-entropy of a batch under a map drawn for this pass. A `training.Objective`."""
+    """The summed cross-entropy of a batch under a map drawn for this pass. A `training.Objective`.
+
+    probability: of a layer to read another's keys and values. plain: of a pass in which none does (ours; the paper has
+    none, so that with many layers the model hardly ever meets the map that keeps every cache).
+    """
 
     probability: float
+    plain: float = 0.0
 
     def __call__(self, model: Trainable, batch: Batch, draws: random.Random) -> tuple[Tensor, int]:
         """See `training.Objective`. One draw holds for all sequences of the pass (paper, figure 4)."""
-        sources = draw_sources(model.arch, self.probability, draws)
+        crossing = not self.plain or draws.random() >= self.plain
+        sources = draw_sources(model.arch, self.probability if crossing else 0.0, draws)
         return model(batch.ids, batch.targets, batch.counts, sources), batch.counted

@@ -190,6 +190,7 @@ class _Recipe:
             share_every=None if named else settings.share_every or DEFAULT_GROUP,
             keep_ratio=settings.keep_ratio,
             cross_prob=settings.cross_prob if plan.trains else None,
+            plain_passes=settings.plain_passes if plan.trains else None,
             training=self._training_run(texts),
             retention=retention(measured, trained=plan.trains),
         )

@@ -19,6 +19,7 @@ class RclaSettings(MethodRequest):
     data: training texts: .txt, or jsonl with `text`, `prompt` and `completion`, or `messages`.
     validation: held-out texts; None holds back a part of `data`.
     cross_prob: probability that a layer reads an earlier layer's keys and values in a training pass.
+    plain_passes: share of the training passes in which every layer reads its own.
     sequence_length: tokens of a training sequence; batch_size: sequences of one optimiser step, on all devices.
     micro_batch: sequences of one pass; None: some 4,096 tokens, see `rcla_training`.
     loss_on: every token, or answers only (completions, assistant turns).
@@ -33,6 +34,7 @@ class RclaSettings(MethodRequest):
     data: tuple[Path, ...] = ()
     validation: Path | None = None
     cross_prob: float = 0.6
+    plain_passes: float = 0.0
     steps: int = 1000
     learning_rate: float | None = None
     sequence_length: int = 1024
@@ -78,7 +80,8 @@ class RclaSettings(MethodRequest):
                 "--keep-layers must rise from 1",
                 "Layer 1 always keeps its cache: 1,5,9.",
             )
-        demand(0 <= self.cross_prob <= 1, f"--cross-prob {self.cross_prob} is no probability")
+        for flag, share in (("--cross-prob", self.cross_prob), ("--plain-passes", self.plain_passes)):
+            demand(0 <= share <= 1, f"{flag} {share} is no probability")
         for flag, value in (
             ("--steps", self.steps),
             ("--sequence-length", self.sequence_length),

@@ -139,9 +139,9 @@ class Trainer:
             frozen_dtype=training.frozen_dtype,
             checkpointing=settings.gradient_checkpointing,
         )
-        named = ("sequence_length", "packed", "loss_on", "cross_prob", "lora")
+        named = ("sequence_length", "packed", "loss_on", "cross_prob", "plain_passes", "lora")
         key = {"data": data.fingerprint, **{name: getattr(settings, name) for name in named}}
-        objective = CrossLayer(settings.cross_prob)
+        objective = CrossLayer(settings.cross_prob, settings.plain_passes)
         folder = self._folder / "training"
         history = train(model, data.train, training.steps, objective, folder, reporter=reporter, key=key)
         return model, history.tokens

@@ -54,7 +54,8 @@ def settings(manifests: dict[str, Manifest]) -> list[str]:
             what = "all weights" if run.lora_rank is None else f"LoRA of rank {run.lora_rank}"
             size = f"{run.steps} steps of {run.sequences_per_step} x {run.sequence_length} tokens ({run.tokens} in all)"
             lines.append(
-                f"{name}: {size} of {run.data.name}, rate {run.learning_rate:g}, {what}, p = {rcla.cross_prob}"
+                f"{name}: {size} of {run.data.name}, rate {run.learning_rate:g}, {what}, p = {rcla.cross_prob}, "
+                f"plain passes {rcla.plain_passes or 0:.0%}"
             )
     return lines
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapt_llm.convert.cross_layer import draw_sources
+from adapt_llm.convert.cross_layer import CrossLayer, draw_sources
 from adapt_llm.convert.kv_map import KVMap, count_of, every, from_keepers, keepers_of, search, spread
+from adapt_llm.convert.sequences import Batch
 from adapt_llm.errors import UsageError
 from adapt_llm.runtime.architecture import Architecture, LayerSpec
 
@@ -133,3 +135,21 @@ def test_how_often_and_where_layers_cross() -> None:
     assert any(sources[source] != source for sources in draws for source in sources), "reading is not chained"
     assert draw_sources(PLAIN, 0.0, random.Random(1)) == tuple(range(7))
     assert all(source < layer for layer, source in enumerate(draw_sources(PLAIN, 1.0, random.Random(1))) if layer)
+
+
+def test_in_plain_passes_no_layer_crosses() -> None:
+    batch = Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), (4,))
+    seen: list[tuple[int, ...]] = []
+
+    class Model:
+        arch = PLAIN
+
+        def __call__(self, *given: object) -> torch.Tensor:
+            seen.append(given[3])  # pyright: ignore[reportArgumentType] - the map
+            return torch.zeros(())
+
+    for seed in range(2000):
+        CrossLayer(1.0, plain=0.25)(Model(), batch, random.Random(seed))  # pyright: ignore[reportArgumentType]
+    own = tuple(range(7))
+    assert seen.count(own) / 2000 == pytest.approx(0.25, abs=0.04)
+    assert all(source < layer for sources in seen if sources != own for layer, source in enumerate(sources) if layer)
