@@ -8,6 +8,7 @@ from torch import Tensor
 from .cache import KVCache
 from .decoder import Decoder
 from .generate import StepOutput
+from .sampling import Sampler
 
 
 class Dense:
@@ -20,11 +21,11 @@ class Dense:
         """See `generate.Model`."""
         return self.decoder.new_cache(batch, capacity)
 
-    def prefill(self, ids: Tensor, cache: KVCache) -> StepOutput:
+    def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """See `generate.Model`; ids [B, S]."""
         return StepOutput(self.decoder.logits(self._pass(ids, cache)[:, -1]), None)
 
-    def decode(self, ids: Tensor, cache: KVCache) -> StepOutput:
+    def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """See `generate.Model`; ids [B, 1]."""
         return self.prefill(ids, cache)
 

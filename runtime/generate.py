@@ -29,21 +29,27 @@ class StepOutput:
     logits: Tensor
     """float32 [1, V], of the last position."""
     depth: int | None
-    """Backbone blocks executed before the token left for the river; None = the model has no exits."""
+    """Backbone blocks executed before the token left; None = the model has no exits."""
+    token: int | None = None
+    """The next token where the model has chosen it; otherwise it is chosen from `logits`."""
 
 
 class Model(Protocol):
-    """What generation needs of a model. Ids are int64 on the CPU; the model moves them where it needs them."""
+    """What generation needs of a model. Ids are int64 on the CPU; the model moves them where it needs them.
+
+    `sampler` is what will choose the next token, for models whose work depends on it (drafts, drawn exits); None is the
+    argmax. Whatever else such a model remembers of a sequence lies in its cache, so that `truncate` cuts that too.
+    """
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Make an empty cache for `batch` rows of at most `capacity` tokens."""
         ...
 
-    def prefill(self, ids: Tensor, cache: KVCache) -> StepOutput:
+    def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:
         """Append ids [1, S] to the cache."""
         ...
 
-    def decode(self, ids: Tensor, cache: KVCache) -> StepOutput:
+    def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:
         """Append one token, ids [1, 1], to the cache."""
         ...
 
@@ -203,7 +209,7 @@ class _Run:
         self.sampler.saw(prompt)
         output = self._prefill(prompt)
         for index in range(self.limit):
-            token = self.sampler(output.logits[0])
+            token = self.sampler.take(output.token) if output.token is not None else self.sampler(output.logits[0])
             text, reason = self._read(token, index)
             record = TokenRecord(index, token, text, output.depth, time.perf_counter() - started, reason)
             self.stats.add(record)
@@ -226,7 +232,7 @@ class _Run:
         kept = self.stats.reused_tokens = self.cache.reuse(prompt)
         with torch.inference_mode():
             try:
-                output = self.model.prefill(torch.tensor([prompt[kept:]]), kv)
+                output = self.model.prefill(torch.tensor([prompt[kept:]]), kv, self.sampler)
             except RotationChangedError:
                 output = self._again(prompt, kv)
         self.cache.ids = prompt
@@ -236,7 +242,7 @@ class _Run:
         kv = self.cache.reserve(len(self.cache.ids) + 1)
         with torch.inference_mode():
             try:
-                output = self.model.decode(torch.tensor([[token]]), kv)
+                output = self.model.decode(torch.tensor([[token]]), kv, self.sampler)
             except RotationChangedError:
                 return self._again([*self.cache.ids, token], kv)
         self.cache.ids.append(token)
@@ -246,6 +252,6 @@ class _Run:
         """Run the whole sequence afresh: longrope rotates all keys otherwise beyond the length first trained."""
         self.cache.ids = []
         kv.truncate(0)
-        output = self.model.prefill(torch.tensor([ids]), kv)
+        output = self.model.prefill(torch.tensor([ids]), kv, self.sampler)
         self.cache.ids = ids
         return output

@@ -16,6 +16,7 @@ from .decoder import Decoder
 from .exits import ExitPolicy, FixedExit
 from .generate import StepOutput
 from .routing import Ladder
+from .sampling import Sampler
 from .step import Step
 
 
@@ -46,13 +47,13 @@ class River:
         """See `generate.Model`."""
         return self.decoder.new_cache(batch, capacity)
 
-    def prefill(self, ids: Tensor, cache: KVCache) -> StepOutput:
+    def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """Append ids [B, S], all leaving at one depth: the rule must hold for every token (paper section 4.2)."""
         h, step = self._enter(ids, cache)
         h, depth = self._climb(h, step, cache, self._prefill_policy)
         return StepOutput(self.decoder.logits(h[:, -1]), depth)
 
-    def decode(self, ids: Tensor, cache: KVCache) -> StepOutput:
+    def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """Append one token per row, ids [B, 1]; the batch leaves together (eq. 1: the minimum over its rows)."""
         h, step = self._enter(ids, cache)
         h, depth = self._climb(h, step, cache, self.policy)

@@ -213,9 +213,20 @@ class Sampler:
             seen = torch.zeros(len(logits), dtype=torch.bool)
             seen[[token for token in self._seen if token < len(logits)]] = True
             logits = penalize(logits, seen.to(logits.device), self.sampling.repetition_penalty)
-        uniform = 0.0
-        if not self.sampling.greedy:
-            uniform = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
-        token = sample(logits, self.sampling, uniform)
+        return self.take(sample(logits, self.sampling, 0.0 if self.sampling.greedy else self.uniform()))
+
+    def take(self, token: int) -> int:
+        """Count a token that was chosen elsewhere as seen, and give it back."""
         self.saw((token,))
         return token
+
+    def uniform(self) -> float:
+        """Draw the next number in [0, 1) of the row's own randomness."""
+        return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
+
+    def copy(self) -> "Sampler":
+        """Another sampler that will choose as this one would, without changing it: to look ahead."""
+        other = Sampler(self.sampling)
+        other._generator.set_state(self._generator.get_state())
+        other._seen = set(self._seen)
+        return other

@@ -7,6 +7,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from adapt_llm.runtime.generate import StepOutput
+from adapt_llm.runtime.sampling import Sampler
 from adapt_llm.runtime.text import Tokenizer
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|other|>"]
@@ -59,10 +60,10 @@ class FakeModel:
         self.caches.append(self.cache_type(capacity))
         return self.caches[-1]
 
-    def prefill(self, ids: torch.Tensor, cache: FakeCache) -> StepOutput:
+    def prefill(self, ids: torch.Tensor, cache: FakeCache, sampler: Sampler | None = None) -> StepOutput:
         return self._step("prefill", ids, cache)
 
-    def decode(self, ids: torch.Tensor, cache: FakeCache) -> StepOutput:
+    def decode(self, ids: torch.Tensor, cache: FakeCache, sampler: Sampler | None = None) -> StepOutput:
         assert ids.shape == (1, 1)
         return self._step("decode", ids, cache)
 

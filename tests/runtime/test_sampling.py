@@ -182,3 +182,20 @@ def test_broken_logits_are_an_error_not_a_token(bad: float, temperature: float) 
 
 def test_masked_tokens_are_allowed() -> None:
     assert sample(torch.tensor([-math.inf, 1.0, -math.inf]), Sampling(temperature=1.0), 0.99) == 1
+
+
+def test_a_copy_chooses_alike_and_changes_nothing() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(Sampling(temperature=1.3, seed=5, repetition_penalty=1.5))
+    sampler(logits)
+    ahead = sampler.copy()
+    seen = [ahead(logits) for _ in range(20)]
+    assert [sampler(logits) for _ in range(20)] == seen
+    assert len(set(seen)) > 1
+
+
+def test_what_was_chosen_elsewhere_counts_as_seen() -> None:
+    logits = torch.tensor([2.0, 1.9, 0.0])
+    sampler = Sampler(Sampling(repetition_penalty=2.0))
+    assert sampler.take(0) == 0
+    assert sampler(logits) == 1
