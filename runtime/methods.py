@@ -220,4 +220,67 @@ class TwoDee(MethodSettings, frozen=True):
         return self
 
 
-METHODS: Mapping[str, type[MethodSettings]] = MappingProxyType({"river": River, "rcla": Rcla, "2dee": TwoDee})
+class MeasuredExit(BaseModel, frozen=True):
+    """One exit of a mixture on held-out text, as if it spoke alone; `layers`: blocks run before it.
+
+    `mass` is the mean share that the mixture gives it, `perplexity` its own.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    layers: Annotated[int, Field(ge=1)]
+    mass: Share
+    perplexity: Annotated[float, Field(gt=0)]
+
+
+class DepthPoint(BaseModel, frozen=True):
+    """What the mixture would be with `bias` added to every router's logit of leaving: the trade-off as measured.
+
+    `expected_depth` is the mean share of the blocks that are run, `perplexity` the mixture's.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    bias: float
+    expected_depth: Share
+    perplexity: Annotated[float, Field(gt=0)]
+
+
+class Nvium(MethodSettings, frozen=True):
+    """N-vium (papers: N-vium): a mixture of exits behind blocks `junctions` (from 1) and behind the last.
+
+    Without junctions there is one exit: a plain language model, the dense twin of a training from scratch.
+    """
+
+    name: Literal["nvium"] = "nvium"
+    junctions: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    final_adapter: bool = False
+    """Whether the last exit has an adapter too; never with a frozen backbone, whose last exit is the dense model."""
+    router_width: Annotated[int, Field(gt=0)]
+    trained: Literal["routers", "all", "scratch"]
+    """What training changed: junctions alone, all of a trained model, or a model that began with random weights."""
+    blocks: Literal["dense", "4bit"] = "dense"
+    """Which blocks run: the backbone's, or a River bundle's exit layers where there are any."""
+    beta: Annotated[float, Field(ge=0)]
+    """Weight of the compute penalty when training ended."""
+    target_depth: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The share of the blocks that a controller steered `beta` towards; None: `beta` was given."""
+    exits: tuple[MeasuredExit, ...] = ()
+    """One per junction, and the last."""
+    expected_depth: Share | None = None
+    """Mean share of the blocks that are run for a token, by the mixture's masses on held-out text."""
+    trade_off: tuple[DepthPoint, ...] = ()
+    training: TrainingRun | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if list(self.junctions) != sorted(set(self.junctions)):
+            raise ValueError(f"junctions must rise, not {list(self.junctions)}")
+        if self.exits and len(self.exits) != len(self.junctions) + 1:
+            raise ValueError(f"{len(self.exits)} exits were measured, there are {len(self.junctions) + 1}")
+        if self.final_adapter and self.trained == "routers":
+            raise ValueError("the last exit of a frozen backbone has no adapter")
+        return self
+
+
+METHODS: Mapping[str, type[MethodSettings]] = MappingProxyType(
+    {"river": River, "rcla": Rcla, "2dee": TwoDee, "nvium": Nvium}
+)
