@@ -66,14 +66,15 @@ def resident_memory(
     """Parameters in memory when only the first `resident` dense blocks are kept (papers: River-LLM, Table 6).
 
     The paper counts exit layers at exactly 4 bits; here scales and zeros are counted. An exit layer whose dense block
-    is dropped keeps that block's norms and biases.
+    is dropped keeps that block's norms and biases. Blocks that stay dense in the river are kept, their exit layers not.
     """
     count = _resident(architecture, river, resident)
-    kept = sum(_block_bytes(architecture, index, itemsize) for index in range(count))
+    stay = set(river.dense_layers) if river else set()
+    kept = sum(_block_bytes(architecture, layer - 1, itemsize) for layer in stay | set(range(1, count + 1)))
     exits = sum(
         _packed_bytes(architecture, river, layer - 1)
         + (_extras(architecture, layer - 1, itemsize) if layer > count else 0)
-        for layer in (river.exit_layers if river else ())
+        for layer in sorted(set(river.exit_layers if river else ()) - stay)
     )
     table = architecture.vocab_size * architecture.hidden_size * itemsize
     head = 0 if architecture.tied else table
@@ -117,10 +118,11 @@ def _packed_bytes(architecture: Architecture, river: River | None, index: int) -
 def _layers(architecture: Architecture, manifest: Manifest, resident: int) -> list[dict[str, Any]]:
     river, classifiers = manifest.method(River), manifest.method(TwoDee)
     exits = set(river.exit_layers) if river else set()
+    stay = set(river.dense_layers) if river else set()
     return [
         {
             "index": layer,
-            "dense": layer <= resident,
+            "dense": layer <= resident or layer in stay,
             "exit_layer": layer in exits,
             "kv_source": architecture.kv_sources[layer - 1] + 1,
             "junction": None,

@@ -46,8 +46,14 @@ class CosineExit:
     @classmethod
     def uniform(cls, tau: float, num_layers: int, entry_layer: int = 2, resident: int | None = None) -> "CosineExit":
         """One τ for all layers, as in the paper; after the last of `resident` blocks every row leaves."""
-        last = num_layers if resident is None else resident
-        return cls((tau,) * (last - 1) + (ALWAYS,) * (num_layers - last + 1), entry_layer)
+        return cls.by_layer((tau,) * (num_layers - 1), entry_layer, resident)
+
+    @classmethod
+    def by_layer(cls, thresholds: Sequence[float], entry_layer: int = 2, resident: int | None = None) -> "CosineExit":
+        """A τ for each of blocks 1 to L - 1; after the last of `resident` blocks every row leaves."""
+        count = len(thresholds) + 1
+        last = count if resident is None else resident
+        return cls((*thresholds[: last - 1], *(ALWAYS,) * (count - last + 1)), entry_layer)
 
     def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
         """See `ExitPolicy.leaves`."""
@@ -76,6 +82,17 @@ class FixedExit:
     def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:  # noqa: ARG002
         """See `ExitPolicy.all_leave`."""
         return layer >= self.depth
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way through the layers: who leaves, and what those who left run through.
+
+    Blocks in `dense_layers` (from 1) have no 4-bit copy in the river: every row runs them with the backbone's weights.
+    """
+
+    policy: ExitPolicy
+    dense_layers: frozenset[int] = frozenset()
 
 
 def exit_histogram(depths: Sequence[int], num_layers: int) -> list[int]:

@@ -15,7 +15,7 @@ from .bundle import Bundle
 from .decoder import load_block, load_frame
 from .describe import resident_memory
 from .exit_layers import LazyBlocks, load_exit_block
-from .exits import CosineExit, ExitPolicy
+from .exits import CosineExit, ExitPolicy, Route
 from .methods import River as RiverSettings
 from .offload import MemoryPlan, StreamedBlocks, parse_memory, plan_resident
 from .options import Offload, SessionOptions
@@ -91,16 +91,27 @@ def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
     if settings is None:
         raise FormatError(f"{bundle.path} is not a River bundle", "Convert with --method river.")
     arch = bundle.architecture
-    tau = settings.tau if options.tau is None else options.tau
+    route = river_route(settings, arch.num_layers, tau=options.tau)
     return make_river(
         arch,
         bundle.backbone,
         bundle.river,
         _placement(arch, settings, options, reporter or SilentReporter()),
-        CosineExit.uniform(tau, arch.num_layers, settings.entry_layer),
+        route.policy,
         entry_layer=settings.entry_layer,
+        dense_layers=route.dense_layers,
         dense_prefill=options.prefill == "dense",
     )
+
+
+def river_route(
+    settings: RiverSettings, num_layers: int, *, tau: float | None = None, resident: int | None = None
+) -> Route:
+    """Return the bundle's rule; `tau` stands in for its thresholds, `resident` ends every climb there."""
+    thresholds = settings.thresholds if tau is None else None
+    if thresholds is None:
+        thresholds = (settings.tau if tau is None else tau,) * (num_layers - 1)
+    return Route(CosineExit.by_layer(thresholds, settings.entry_layer, resident), frozenset(settings.dense_layers))
 
 
 def _placement(arch: Architecture, settings: RiverSettings, options: SessionOptions, reporter: Reporter) -> Placement:
@@ -142,9 +153,13 @@ def make_river(
     policy: ExitPolicy,
     *,
     entry_layer: int,
+    dense_layers: Collection[int] = (),
     dense_prefill: bool = False,
 ) -> River:
-    """Make the model from its stores. Dropped blocks are neither read nor counted."""
+    """Make the model from its stores. Dropped blocks are neither read nor counted.
+
+    In the river, blocks of `dense_layers` (from 1) are the backbone's own; they are loaded wherever they lie.
+    """
     device, dtype, resident = placement.device, placement.dtype, placement.resident
     if resident is not None and not entry_layer - 1 <= resident <= arch.num_layers:
         raise UsageError(f"{resident} resident blocks are not possible", f"Use {entry_layer - 1} to {arch.num_layers}.")
@@ -154,6 +169,9 @@ def make_river(
     def load_exit(index: int) -> Block:
         if index + 1 < entry_layer:
             raise IndexError(f"block {index + 1} has no exit layer")
+        if index + 1 in dense_layers:
+            near = resident is None or index < resident
+            return blocks[index] if near else load_block(arch, backbone, index, device=device, dtype=dtype)
         return load_exit_block(arch, backbone, exits, index, device=device, dtype=dtype)
 
     deepest = resident if placement.offload == "drop" else None

@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 NEEDS_ADAPT = "0.1.0"
 """The first version of adapt that reads what this one writes."""
 
-KNOWN_FEATURES = frozenset({"river", "float-zeros", "rcla", "2dee", "nvium"})
+KNOWN_FEATURES = frozenset({"river", "float-zeros", "exit-rule", "rcla", "2dee", "nvium"})
 """Features that a reader must know, or refuse the bundle."""
 KNOWN_OPTIONAL = frozenset({"tau-curve"})
 

@@ -58,6 +58,10 @@ class River(MethodSettings, frozen=True):
     entry_layer: Annotated[int, Field(ge=2)] = 2
     exit_layers: tuple[Annotated[int, Field(ge=2)], ...]
     tau: Annotated[float, Field(ge=-1, le=1)]
+    thresholds: tuple[Annotated[float, Field(ge=-1, le=1)], ...] | None = None
+    """A threshold for each of blocks 1 to L - 1, instead of `tau`; None: `tau` for all."""
+    dense_layers: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    """Exit layers that are not used: tokens that have left run these blocks with the backbone's weights."""
     tau_curve: tuple[TauPoint, ...] = ()
     max_loss: Annotated[float, Field(ge=0)] | None = None
     """The relative increase of perplexity that `tau` was chosen for; None when `tau` was given."""
@@ -74,6 +78,10 @@ class River(MethodSettings, frozen=True):
             raise ValueError(f"exit_layers must rise from entry_layer ({self.entry_layer}) on, not {list(layers)}")
         if self.group_size != -1 and (self.group_size <= 0 or self.group_size % 8):
             raise ValueError(f"group_size {self.group_size} is neither -1 nor a multiple of 8")
+        if self.thresholds is not None and len(self.thresholds) != layers[-1] - 1:
+            raise ValueError(f"{len(self.thresholds)} thresholds do not fit {layers[-1]} blocks")
+        if list(self.dense_layers) != sorted(set(self.dense_layers)) or not set(self.dense_layers) <= set(layers):
+            raise ValueError(f"dense_layers must rise and be among exit_layers, not {list(self.dense_layers)}")
         if self.resident is not None and self.resident < self.entry_layer - 1:
             raise ValueError(f"resident {self.resident} drops blocks before entry_layer {self.entry_layer}")
         return self

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cache import PassStore
-from .exits import ExitPolicy, exit_histogram
+from .exits import ExitPolicy, Route, exit_histogram
 from .routing import Ladder
 from .step import Step
 
@@ -37,7 +37,8 @@ class Quality:
 class Track:
     """One policy's state between two blocks: residual stream h [n, S, hidden], who has left, and after which block.
 
-    `stores` hold the keys and values that layers above read (R-CLA), for some sequences each.
+    `stores` hold the keys and values that layers above read (R-CLA), for some sequences each. `dense_layers`: see
+    `exits.Route`.
     """
 
     policy: ExitPolicy
@@ -45,12 +46,19 @@ class Track:
     left: Tensor
     depth: Tensor
     stores: Sequence[PassStore] = ()
+    dense_layers: frozenset[int] = frozenset()
 
     @classmethod
-    def start(cls, policy: ExitPolicy, h: Tensor) -> "Track":
+    def start(cls, way: ExitPolicy | Route, h: Tensor) -> "Track":
         """Begin below block 1 with the embeddings."""
+        route = way if isinstance(way, Route) else Route(way)
         left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
-        return cls(policy, h, left, torch.zeros_like(left, dtype=torch.int64))
+        depth = torch.zeros_like(left, dtype=torch.int64)
+        return cls(route.policy, h, left, depth, dense_layers=route.dense_layers)
+
+    def in_river(self, layer: int) -> Tensor:
+        """Which rows run block `layer` in 4 bits, bool [n, S]."""
+        return torch.zeros_like(self.left) if layer in self.dense_layers else self.left
 
     def decide(self, layer: int, before: Tensor, after: Tensor, *, last: bool) -> None:
         """Let the rows still in the backbone leave after block `layer` where the policy says so."""
@@ -69,19 +77,19 @@ def push(tracks: Sequence[Track], step: Step, ladder: Ladder, layer: int) -> Non
     """
     done: list[tuple[Tensor, Tensor, tuple[Tensor, Sequence[PassStore]]]] = []
     for track in tracks:
-        before, left = track.h, track.left
+        before, left = track.h, track.in_river(layer)
         found = next((out for h, who, out in done if h is before and torch.equal(who, left)), None)
         if found is None:
-            found = _through(track, step, ladder, layer)
+            found = _through(track, left, step, ladder, layer)
             done.append((before, left.clone(), found))
         after, track.stores = found
         track.decide(layer, before, after, last=layer == ladder.arch.num_layers)
 
 
-def _through(track: Track, step: Step, ladder: Ladder, layer: int) -> tuple[Tensor, Sequence[PassStore]]:
+def _through(track: Track, left: Tensor, step: Step, ladder: Ladder, layer: int) -> tuple[Tensor, Sequence[PassStore]]:
     """The stores of the track are not changed: other tracks may go on from them."""
     count = sequences_at_once(step.width)
-    parts = list(zip(track.h.split(count), track.left.split(count), strict=True))
+    parts = list(zip(track.h.split(count), left.split(count), strict=True))
     stores = [store.copy() for store in track.stores] or [PassStore(ladder.arch) for _ in parts]
     rows = zip(parts, stores, strict=True)
     return torch.cat([ladder.block(layer - 1, left)(h, step, store) for (h, left), store in rows]), stores

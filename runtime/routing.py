@@ -82,13 +82,16 @@ class Ladder:
     def block(self, index: int, left: Tensor) -> Block:
         """Block `index` (from 0) in which rows marked in `left` bool [B, S] use the exit layer, others the backbone.
 
-        A side that no row uses is not touched, so it need not be there.
+        A side that no row uses is not touched, so it need not be there. Both may be the same block.
         """
         if not bool(left.any()):
             return self.dense[index]
         if bool(left.all()):
             return self.exits[index]
-        rows, one, other = Rows(left), self.dense[index], self.exits[index]
+        one, other = self.dense[index], self.exits[index]
+        if one is other:
+            return one
+        rows = Rows(left)
         return Block(
             self.arch,
             index,

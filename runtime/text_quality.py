@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import FormatError, UsageError
 from .bundle import Bundle
 from .dense import Dense
-from .exits import CosineExit, ExitPolicy, FixedExit
+from .exits import ExitPolicy, FixedExit
+from .loading import river_route
 from .methods import Rcla
 from .methods import River as RiverSettings
 from .models import load_model
@@ -191,6 +192,5 @@ def _policies(bundle: Bundle, model: Dense | River, options: SessionOptions) -> 
     settings = bundle.manifest.method(RiverSettings)
     if settings is None:
         raise FormatError(f"{bundle.path} has no River settings", "Convert again.")
-    tau = settings.tau if options.tau is None else options.tau
-    own = CosineExit.uniform(tau, count, settings.entry_layer, model.deepest)
+    own = river_route(settings, count, tau=options.tau, resident=model.deepest).policy
     return [FixedExit(count), own] if model.deepest == count else [own]
