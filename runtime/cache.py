@@ -3,8 +3,10 @@
 Remembers only; which positions a pass writes is decided by the `Step`. Knows no weights.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from .architecture import Architecture
 
 if TYPE_CHECKING:
     from .step import Step
+
+T = TypeVar("T")
 
 
 class RotationChangedError(UnsupportedError):
@@ -106,6 +110,15 @@ class OneLayer:
         """See `KVStore.claim`."""
 
 
+@dataclass
+class _Held:
+    """How far the rows of a cache are filled: tokens per slot and row; how the keys of each row are rotated."""
+
+    rows: int
+    lengths: list[tuple[int, ...]]
+    regimes: tuple[tuple[int, ...], ...] = ()
+
+
 class KVCache:
     """Static buffers [B, kv_heads, capacity, head_dim], one pair per slot, and how much of each row is filled.
 
@@ -131,8 +144,8 @@ class KVCache:
         # Zeroed, since masked entries are multiplied by a weight of 0 and must be finite.
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in slots]
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in slots]
-        self._lengths = [(0,) * batch for _ in slots]
-        self._regimes: tuple[tuple[int, ...], ...] = ()
+        self._held = _Held(batch, [(0,) * batch for _ in slots])
+        self._first = 0  # of the rows held: a part of a cache shares all of it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,7 +160,7 @@ class KVCache:
     @property
     def lengths(self) -> Sequence[tuple[int, ...]]:
         """Tokens stored, per slot and row."""
-        return tuple(self._lengths)
+        return tuple(map(self._of, self._held.lengths))
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +169,8 @@ class KVCache:
 
     def starts(self, layers: range) -> tuple[int, ...]:
         """Tokens that every one of `layers` has stored, per row. Layers that lag are stepped apart: UsageError."""
-        found = {self._lengths[self.slot_of[layer]] for layer in layers}
+        lengths, first, last = self._held.lengths, self._first, self._first + self.batch
+        found = {lengths[self.slot_of[layer]][first:last] for layer in layers}
         if len(found) != 1:
             raise UsageError(f"Layers {layers.start} to {layers.stop - 1} have stored different numbers of tokens")
         return found.pop()
@@ -174,17 +188,51 @@ class KVCache:
 
     def begin(self, step: "Step") -> None:
         """Refuse a step whose keys would be rotated otherwise than the stored ones (longrope past its switch)."""
-        if step.regimes == self._regimes:
+        held = self._held
+        stored = self._of(held.regimes)
+        if step.regimes == stored:
             return
-        stored = self._regimes
         if stored and any(a != b for a, b, n in zip(stored, step.regimes, step.starts, strict=True) if n):
             raise RotationChangedError
-        self._regimes = step.regimes
+        others = held.regimes or step.regimes[:1] * held.rows  # of rows without a token: any will do
+        held.regimes = _spliced(others, self._first, step.regimes)
+
+    def rows(self, first: int, count: int = 1) -> Self:
+        """Rows `first` .. `first + count` as a cache of their own, over the same memory; good until the whole grows.
+
+        A subclass that keeps more of its rows hands that on here.
+        """
+        if not 0 <= first < first + count <= self.batch:
+            raise UsageError(f"A cache of {self.batch} rows has no rows {first} to {first + count - 1}")
+        part = copy.copy(self)
+        part.narrow(first, count)
+        return part
+
+    def narrow(self, first: int, count: int) -> None:
+        """Be a cache of rows `first` .. `first + count` only from now on."""
+        self.batch = count
+        self._first += first
+        self._keys = [buffer.narrow(0, first, count) for buffer in self._keys]
+        self._values = [buffer.narrow(0, first, count) for buffer in self._values]
+
+    def move(self, source: int, target: int) -> None:
+        """Put row `source` in the place of row `target`, and leave it empty. A subclass moves what it keeps besides."""
+        lengths = self.lengths
+        for buffers in (self._keys, self._values):
+            for buffer, kept in zip(buffers, lengths, strict=True):
+                buffer[target, :, : kept[source]] = buffer[source, :, : kept[source]]
+        for slot, kept in enumerate(lengths):
+            self._hold(slot, _spliced(_spliced(kept, target, kept[source : source + 1]), source, (0,)))
+        held = self._held
+        at = self._first + source
+        held.regimes = _spliced(held.regimes, self._first + target, held.regimes[at : at + 1])
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a row, keeping what is stored."""
         if capacity <= self.capacity:
             return
+        if self.batch != self._held.rows:
+            raise UsageError("Some rows of a cache cannot grow by themselves")
         for buffers in (self._keys, self._values):
             for slot, old in enumerate(buffers):
                 buffers[slot] = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
@@ -196,7 +244,8 @@ class KVCache:
         limits = (lengths,) * self.batch if isinstance(lengths, int) else tuple(lengths)
         if len(limits) != self.batch or min(limits) < 0:
             raise UsageError(f"A cache of {self.batch} rows cannot be cut to {list(limits)}")
-        self._lengths = [tuple(map(min, kept, limits)) for kept in self._lengths]
+        for slot, kept in enumerate(self.lengths):
+            self._hold(slot, tuple(map(min, kept, limits)))
 
     def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:
         """See `KVStore.store`. Padding is not stored; storing the same step again overwrites it."""
@@ -209,7 +258,7 @@ class KVCache:
             rows, source, target = step.scatter
             keys[rows, :, target] = k[rows, :, source]
             values[rows, :, target] = v[rows, :, source]
-        self._lengths[slot] = step.ends
+        self._hold(slot, step.ends)
 
     def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:
         """See `KVStore.fetch`. Views, not copies."""
@@ -221,5 +270,18 @@ class KVCache:
     def claim(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:
         """See `KVStore.claim`."""
         slot = self.slot_of[layer]
-        self._lengths[slot] = step.ends
+        self._hold(slot, step.ends)
         return self._keys[slot], self._values[slot]
+
+    def _hold(self, slot: int, lengths: tuple[int, ...]) -> None:
+        held = self._held.lengths
+        held[slot] = _spliced(held[slot], self._first, lengths)
+
+    def _of(self, rows: tuple[T, ...]) -> tuple[T, ...]:
+        """What belongs to the rows of this cache."""
+        return rows[self._first : self._first + self.batch]
+
+
+def _spliced(row: tuple[T, ...], first: int, part: tuple[T, ...]) -> tuple[T, ...]:
+    """`row` with `part` from `first` on."""
+    return row[:first] + part + row[first + len(part) :]

@@ -3,6 +3,8 @@
 Knows no files, no text, no sampling.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from .cache import KVCache
@@ -28,6 +30,11 @@ class Dense:
     def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """See `generate.Model`; ids [B, 1]."""
         return self.prefill(ids, cache)
+
+    def decode_batch(self, ids: Tensor, cache: KVCache, samplers: Sequence[Sampler]) -> list[StepOutput]:  # noqa: ARG002 - see BatchModel
+        """See `batch.BatchModel`."""
+        logits = self.decoder.logits(self._pass(ids, cache)[:, -1])
+        return [StepOutput(row, None) for row in logits.split(1)]
 
     def score(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Append ids [B, S] and return the logits [B, S, V] of every position, float32."""

@@ -59,6 +59,12 @@ class River:
         h, depth = self._climb(h, step, cache, self.policy)
         return StepOutput(self.decoder.logits(h[:, -1]), depth)
 
+    def decode_batch(self, ids: Tensor, cache: KVCache, samplers: Sequence[Sampler]) -> list[StepOutput]:  # noqa: ARG002 - see BatchModel
+        """See `batch.BatchModel`; each row leaves at its own depth."""
+        logits, depths = self.decode_rows(ids, cache)
+        found = zip(logits[:, -1].split(1), depths[:, -1].tolist(), strict=True)
+        return [StepOutput(row, depth) for row, depth in found]
+
     def decode_rows(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Append tokens ids [B, S], each leaving at its own depth. Returns logits [B, S, V] and depths [B, S].
 
