@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -57,7 +57,7 @@ class Totals:
 
 @dataclass
 class Run:
-    """One call of `adapt run`: a bundle and how it is to answer."""
+    """One call of `adapt run`: a bundle and how it is to answer. `columns` names what a row gets, as COLUMNS does."""
 
     state: State
     bundle: Path
@@ -66,6 +66,7 @@ class Run:
     system: str | None
     raw: bool
     stats: bool
+    columns: Sequence[str] = COLUMNS
     reporter: Reporter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class Run:
         """Answer every row of a request; exit 3 when some failed."""
         request.check()
         services.generation_options(self.choices)  # refuse impossible values before any row
-        job = RowsJob.prepare(request, COLUMNS, self.reporter.warn)
+        job = RowsJob.prepare(request, self.columns, self.reporter.warn)
         if request.resume and job.finished():
             self.reporter.note(f"{job.done.rows} rows are there; nothing is left to do")
             self._end(job.done.failed)
@@ -121,7 +122,7 @@ class Run:
         text = "".join(record.text for record in answer)
         totals.add(answer.stats)
         found = (text, answer.stats.tokens, answer.stats.finish_reason, rounded(answer.stats.mean_depth, 2))
-        return dict(zip(COLUMNS, found, strict=True))
+        return dict(zip(self.columns, found, strict=True))
 
     def _end(self, failed: int) -> None:
         if failed:
