@@ -102,7 +102,11 @@ class Decoder:
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32, soft-capped where the family does so."""
-        scores = self.head(self.final_norm(h)).float()
+        return self.scores(self.final_norm(h))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """`logits` of x that is normalised already, by the final norm or an exit's own."""
+        scores = self.head(x).float()
         cap = self.arch.logit_softcap
         return scores if cap is None else cap * torch.tanh(scores / cap)
 

@@ -32,6 +32,8 @@ class StepOutput:
     """Backbone blocks executed before the token left; None = the model has no exits."""
     token: int | None = None
     """The next token where the model has chosen it; otherwise it is chosen from `logits`."""
+    passes: tuple[int, ...] = ()
+    """Rows of each pass above an exit that earlier tokens had left at (N-vium)."""
 
 
 class Model(Protocol):
