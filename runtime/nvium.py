@@ -1,0 +1,278 @@
+"""N-vium: a token leaves at the exit that its law settles on; what lies above is run with later tokens.
+
+A pass goes segment by segment. Every segment runs all that waits at the junction below it, the new tokens last, as one
+stretch; so keys and values are never missing where a token attends. Prompts run whole, and take along all that waits.
+Source: N-vium (arXiv 2605.13190). Knows no files and no text; `nvium_laws` decides, `piggyback` remembers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import nvium_laws as laws
+from .cache import KVCache, KVStore, PassStore
+from .decoder import Decoder
+from .generate import StepOutput
+from .junctions import Junctions, log_weights
+from .nvium_laws import Exits
+from .packed import PackedStep, PackedStore
+from .piggyback import DeferredCache, segments
+from .sampling import Sampler
+from .step import Step
+
+MAX_DEFERRED = 64
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All exits of all tokens of a text, before their logits: `log_weights` [N, B, S], `states` N of [B, S, hidden]."""
+
+    exits: Exits
+    log_weights: Tensor
+    states: tuple[Tensor, ...]
+
+    def log_probabilities(self, rows: slice) -> Tensor:
+        """The mixture's [B, S, V] for a stretch of tokens, float32; one exit's logits in memory at a time."""
+        mixed: Tensor | None = None
+        for weight, part in zip(self.log_weights, self.by_exit(rows), strict=True):
+            weighted = part + weight[:, rows, None]
+            mixed = weighted if mixed is None else torch.logaddexp(mixed, weighted)
+        if mixed is None:
+            raise ValueError("a model has at least one exit")
+        return mixed
+
+    def by_exit(self, rows: slice) -> Iterator[Tensor]:
+        """Each exit's log-probabilities [B, S, V] for a stretch of tokens, float32."""
+        return (self.exits.logits(x[:, rows]).log_softmax(-1) for x in self.states)
+
+
+class Nvium:
+    """The model that generation runs.
+
+    Args:
+        decoder: the backbone; its blocks may be of any kind.
+        junctions: where tokens may leave.
+        per_exit: top-k, top-p, min-p and temperature act on the drawn exit, instead of on the mixture.
+        piggyback: False runs the rest of the stack at once after each token; the tokens are the same.
+        max_deferred: tokens that may wait at a junction when a pass is over. The draw never depends on it.
+
+    Raises:
+        UsageError: junctions outside the stack.
+        UnsupportedError: a sharing map that crosses a junction.
+
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        junctions: Junctions,
+        *,
+        per_exit: bool = False,
+        piggyback: bool = True,
+        max_deferred: int = MAX_DEFERRED,
+    ) -> None:
+        self.decoder = decoder
+        self.junctions = junctions
+        self.exits = Exits(decoder, junctions)
+        self.segments = segments(decoder.arch, junctions.points)
+        self._per_exit = per_exit
+        # Dynamic NTK rotates a key for the length at which it is written, so it must be written in its turn.
+        rotates_by_turn = any(rope.kind == "dynamic" for rope in decoder.arch.ropes)
+        self._most = max_deferred if piggyback and not rotates_by_turn else 0
+
+    def new_cache(self, batch: int, capacity: int) -> DeferredCache:
+        """See `generate.Model`."""
+        decoder = self.decoder
+        return DeferredCache(
+            decoder.arch,
+            self.junctions.points,
+            batch=batch,
+            capacity=capacity,
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
+
+    def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:
+        """See `generate.Model`. All blocks run; the last position's exits then choose as those of a decoded token."""
+        flight = self._start(ids, [_deferred(cache)])
+        (asked,) = laws.start(self.exits, [sampler], per_exit=self._per_exit)
+        settled = False
+        while flight.more:
+            settled = settled or self._leaving(flight, [asked])[0]
+            flight.climb()
+        if not settled:
+            asked.end(flight.lanes[0].last)
+        ((logits, token),) = laws.finish(self.exits, [asked])
+        return StepOutput(logits, self.decoder.arch.num_layers, token, tuple(flight.lanes[0].passes))
+
+    def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:
+        """See `generate.Model`. Blocks run until the token is settled, then only where too many wait."""
+        return self._decode(self._start(ids, [_deferred(cache)]), [sampler])[0]
+
+    def decode_batch(self, ids: Tensor, cache: KVCache, samplers: Sequence[Sampler]) -> list[StepOutput]:
+        """See `batch.BatchModel`; each row leaves at its own exit."""
+        whole = _deferred(cache)
+        return self._decode(self._start(ids, [whole.row(index) for index in range(whole.batch)]), samplers)
+
+    def flush(self, cache: KVCache) -> None:
+        """Run all that waits to the end, so that every block has stored every token."""
+        whole = _deferred(cache)
+        for index in range(whole.batch):
+            Flight(self.decoder, self.segments, [Lane(whole.row(index))]).relieve(0)
+
+    def score(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Append ids [1, S] and return the mixture's log-probabilities [1, S, V] of every position, float32."""
+        flight = self._start(ids, [_deferred(cache)])
+        (lane,) = flight.lanes
+        count = ids.shape[1]
+        states = [lane.h[:, -count:]]
+        while flight.more:
+            flight.climb()
+            states.append(lane.h[:, -count:])
+        return self._reading(states).log_probabilities(slice(None))
+
+    def read(self, ids: Tensor, kv: KVStore | None = None) -> Reading:
+        """All exits of ids [B, S], whole sequences without a cache; differentiable where the weights are trained."""
+        decoder = self.decoder
+        ids = ids.to(decoder.device)
+        h, step = decoder.embed(ids), decoder.step(None, ids)
+        kv = kv or PassStore(decoder.arch)
+        states: list[Tensor] = []
+        for blocks in self.segments:
+            h = decoder.run(h, step, kv, decoder.blocks[blocks.start : blocks.stop])
+            states.append(h)
+        return self._reading(states)
+
+    def _reading(self, states: list[Tensor]) -> Reading:
+        """From the states [B, S, hidden] after each segment."""
+        *early, last = states
+        read = [junction.read(h) for junction, h in zip(self.junctions, early, strict=True)]
+        scores = [score for _, score in read]
+        weights = torch.stack(log_weights(scores)) if scores else last.new_zeros((1, *last.shape[:2])).float()
+        return Reading(self.exits, weights, (*(x for x, _ in read), self.exits.last(last)))
+
+    def _start(self, ids: Tensor, caches: Sequence[DeferredCache]) -> "Flight":
+        """Run ids [B, S], a row for each cache, through the first segment."""
+        flight = Flight(self.decoder, self.segments, [Lane(cache) for cache in caches])
+        flight.enter(ids.to(self.decoder.device))
+        return flight
+
+    def _leaving(self, flight: "Flight", asked: Sequence[laws.Choice]) -> list[bool]:
+        """Which of the flight's lanes are settled at the junction that it has reached."""
+        x, scores = self.exits.look(flight.segment, torch.cat([lane.last for lane in flight.lanes]))
+        return [it.at(flight.segment, row, score) for it, row, score in zip(asked, x.split(1), scores, strict=True)]
+
+    def _decode(self, flight: "Flight", samplers: Sequence[Sampler | None]) -> list[StepOutput]:
+        """Choose a token for each lane of a flight that is through the first segment."""
+        lanes = flight.lanes
+        asked = laws.start(self.exits, samplers, per_exit=self._per_exit)
+        flying = asked
+        while flight.more:
+            left = self._leaving(flight, flying)
+            flying = [it for it, leaves in zip(flying, left, strict=True) if not leaves]
+            flight.lanes = [lane for lane, leaves in zip(flight.lanes, left, strict=True) if not leaves]
+            if not flying:
+                break
+            flight.climb()
+        else:
+            for it, lane in zip(flying, flight.lanes, strict=True):
+                it.end(lane.last)
+        depths = [lane.depth for lane in lanes]
+        found = laws.finish(self.exits, asked)
+        for lane in lanes:
+            Flight(self.decoder, self.segments, [lane]).relieve(self._most)
+        return [
+            StepOutput(logits, depth, token, tuple(lane.passes))
+            for (logits, token), depth, lane in zip(found, depths, lanes, strict=True)
+        ]
+
+
+@dataclass
+class Lane:
+    """One sequence in a pass: its cache, its step, its states in flight [1, n, hidden], blocks run, rows per pass."""
+
+    cache: DeferredCache
+    step: Step | None = None
+    h: Tensor = field(default_factory=lambda: torch.empty(0))
+    depth: int = 0
+    passes: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> Tensor:
+        """The newest token's state [1, hidden]."""
+        return self.h[:, -1]
+
+
+class Flight:
+    """One pass up the stack of sequences side by side. `segment` is the one that ran last; a lane may be taken out."""
+
+    def __init__(self, decoder: Decoder, segments: tuple[range, ...], lanes: list[Lane]) -> None:
+        self._decoder, self._segments = decoder, segments
+        self.lanes = lanes
+        self.segment = 0
+
+    @property
+    def more(self) -> bool:
+        """Whether there are segments above."""
+        return self.segment + 1 < len(self._segments)
+
+    def enter(self, ids: Tensor) -> None:
+        """Run new ids [B, S] through the first segment."""
+        decoder = self._decoder
+        for lane, row in zip(self.lanes, ids.split(1), strict=True):
+            lane.step = decoder.step(lane.cache, row, layers=self._segments[0])
+        for lane, row in zip(self.lanes, decoder.embed(ids).split(1), strict=True):
+            lane.h = row
+        self._run()
+
+    def climb(self) -> None:
+        """Run all that waits at the next junction, the newest tokens last, through the segment above it."""
+        junction, self.segment = self.segment, self.segment + 1
+        for lane in self.lanes:
+            lane.h = lane.cache.states(junction)
+            count = lane.h.shape[1]
+            lane.passes.append(count)
+            lane.step = self._prepare(lane.step, lane.cache.length(self.segment), count)
+        self._run()
+        for lane in self.lanes:
+            lane.cache.passed(junction)
+
+    def relieve(self, most: int) -> None:
+        """Where more than `most` tokens of a lone lane wait, run them and all above them to the end."""
+        cache, last = self.lanes[0].cache, len(self._segments) - 1
+        self.segment = next((k for k in range(last) if cache.waiting(k) > most), last)
+        while self.more:
+            if cache.waiting(self.segment):
+                self.climb()
+            else:
+                self.segment += 1
+
+    def _run(self) -> None:
+        """Take the lanes' states through the blocks of `segment`."""
+        blocks, lanes = self._segments[self.segment], self.lanes
+        steps = [lane.step for lane in lanes if lane.step is not None]
+        step, kv, h = steps[0], lanes[0].cache, lanes[0].h
+        if len(lanes) > 1:
+            step, kv = PackedStep(steps), PackedStore([lane.cache for lane in lanes])
+            h = torch.cat([lane.h for lane in lanes], 1)
+        for layer in blocks:
+            h = self._decoder.blocks[layer](h, step, kv)
+        parts = h.split([lane.h.shape[1] for lane in lanes], 1) if len(lanes) > 1 else [h]
+        for lane, one, part in zip(lanes, steps, parts, strict=True):
+            lane.h, lane.depth = part, blocks.stop
+            if self.more:
+                lane.cache.wait(self.segment, one.start, part)
+
+    def _prepare(self, below: Step | None, start: int, count: int) -> Step:
+        """The step of this pass; that of the segment below where both run the same positions."""
+        if below is not None and below.start == start and below.width == count:
+            return below
+        return self._decoder.segment(start, count, start + count)
+
+
+def _deferred(cache: KVCache) -> DeferredCache:
+    if not isinstance(cache, DeferredCache):
+        raise TypeError("the cache was not made by this model's new_cache")
+    return cache
