@@ -1,7 +1,6 @@
 """How well a bundle predicts a text, and how far it is from its own dense backbone: `adapt eval --text`.
 
-The text is cut into sequences, which go through the model block by block, some at a time. A token leaves where the
-bundle's rule says so for it alone, as in generation. Knows no files and no terminal.
+The text is cut into sequences, which go through the model some at a time (`text_meters`). Knows no files.
 """
 
 import math
@@ -14,18 +13,12 @@ from torch import Tensor
 
 from ..errors import FormatError, UsageError
 from .bundle import Bundle
-from .dense import Dense
-from .exits import ExitPolicy, FixedExit
-from .loading import river_route
-from .methods import Rcla
-from .methods import River as RiverSettings
 from .models import load_model
 from .options import SessionOptions
 from .progress import Reporter
-from .quality import LOGIT_BYTES, Track, push
-from .river import River
-from .routing import Ladder
+from .quality import LOGIT_BYTES
 from .text import Tokenizer
+from .text_meters import Meter, Reading, meter_of
 
 SEQUENCE = 1024
 """Tokens of a sequence unless `ctx_size` says otherwise."""
@@ -34,11 +27,24 @@ TOKENS_AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class Positions:
-    """Perplexity of the tokens that have `first` to `last` tokens before them in their sequence."""
+    """Perplexity of the tokens that have `first` to `last` tokens before them in their sequence.
+
+    `dense_perplexity` is that of the backbone at full depth, None where there is none to compare with.
+    """
 
     first: int
     last: int
     tokens: int
+    perplexity: float
+    dense_perplexity: float | None = None
+
+
+@dataclass(frozen=True)
+class ExitQuality:
+    """One exit of a mixture (N-vium), behind `depth` blocks: its mean share of the weight, and its own perplexity."""
+
+    depth: int
+    mass: float
     perplexity: float
 
 
@@ -47,7 +53,8 @@ class TextQuality:
     """Figures over `tokens` predicted tokens. KL is in nats, dense against bundle; agreement is of the best next token.
 
     `dense_perplexity`, `kl` and `agreement` are None where there is no dense backbone to compare with: R-CLA's weights
-    have no cache of their own in every layer, and dropped blocks cannot run.
+    have no cache of their own in every layer, and dropped blocks cannot run. For a mixture of exits (N-vium) dense is
+    its last exit, `mean_depth` and `exit_histogram` are expected values, and `exits` says what each exit is worth.
     """
 
     tokens: int
@@ -56,8 +63,9 @@ class TextQuality:
     kl: float | None
     agreement: float | None
     mean_depth: float
-    exit_histogram: list[int]
+    exit_histogram: list[int | float]
     by_position: list[Positions]
+    exits: list[ExitQuality] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of `eval --text --json`."""
@@ -86,12 +94,12 @@ def text_quality(
         raise UsageError("The text has less than two tokens", "Give a longer one.")
     if max(ids) >= arch.vocab_size:
         raise FormatError(f"the tokenizer knows token {max(ids)}, the model only {arch.vocab_size}")
-    meter = _Meter(bundle, options, reporter, positions=length)
+    sums = _Sums(meter_of(load_model(bundle, options, reporter), bundle), positions=length)
     with reporter.task("Measure the quality", len(ids)) as task:
         for rows in windows(ids, length, bos):
-            meter.add(rows)
+            sums.add(rows)
             task.advance(rows.numel())
-    return meter.result()
+    return sums.result()
 
 
 def windows(ids: Sequence[int], length: int, bos: int | None) -> Iterator[Tensor]:
@@ -108,68 +116,61 @@ def windows(ids: Sequence[int], length: int, bos: int | None) -> Iterator[Tensor
         yield torch.tensor([rest])
 
 
-class _Meter:
+class _Sums:
     """Sums over the sequences seen so far. `positions`: tokens of the longest sequence."""
 
-    def __init__(self, bundle: Bundle, options: SessionOptions, reporter: Reporter, *, positions: int) -> None:
-        model = load_model(bundle, options, reporter)
-        if not isinstance(model, Dense | River):
-            raise UsageError(f"{bundle.path} does not generate", "Measure it with --labels.")
-        self._decoder = model.decoder
-        self._exits = model.exits if isinstance(model, River) else model.decoder.blocks
-        self._policies = _policies(bundle, model, options)
-        self._compares = len(self._policies) > 1
-        self._nll = torch.zeros(positions, dtype=torch.float64)
+    def __init__(self, meter: Meter, *, positions: int) -> None:
+        self._meter = meter
+        self._nll = torch.zeros(2, positions, dtype=torch.float64)  # own, dense
         self._counts = torch.zeros(positions, dtype=torch.int64)
-        self._depths = torch.zeros(self._decoder.arch.num_layers, dtype=torch.int64)
-        self._dense_nll, self._kl, self._same = 0.0, 0.0, 0
+        self._depths = torch.zeros(meter.layers, dtype=torch.float64)
+        self._kl, self._same = 0.0, 0
+        self._exits = torch.zeros(2, len(meter.exits), dtype=torch.float64)  # mass, nll
 
     @torch.inference_mode()
     def add(self, ids: Tensor) -> None:
         """Take in sequences [n, S]."""
-        decoder, arch = self._decoder, self._decoder.arch
-        ids = ids.to(decoder.device)
-        start, step = decoder.embed(ids), decoder.step(None, ids[:1])
-        tracks = [Track.start(policy, start) for policy in self._policies]
-        ladder = Ladder(arch, decoder.blocks, self._exits)
-        for layer in range(1, arch.num_layers + 1):
-            push(tracks, step, ladder, layer)
-        self._depths += torch.bincount(tracks[-1].depth.flatten().cpu() - 1, minlength=arch.num_layers)
-        self._score([track.h[:, :-1].flatten(0, 1) for track in tracks], ids[:, 1:])
+        reading = self._meter.read(ids)
+        self._depths += reading.depths
+        targets, width = ids[:, 1:].flatten(), ids.shape[1] - 1
+        size = max(1, LOGIT_BYTES // (4 * self._meter.vocab * reading.copies))
+        for first in range(0, len(targets), size):
+            part = slice(first, first + size)
+            self._score(reading, part, targets[part], torch.arange(len(targets))[part] % width)
+
+    def _score(self, reading: Reading, part: slice, targets: Tensor, places: Tensor) -> None:
+        """Rows `part` predict `targets`; `places` are those in their sequences."""
+        found = reading.score(part, targets)
+        self._counts += torch.bincount(places, minlength=len(self._counts))
+        self._nll[0].index_add_(0, places, found.nll.cpu())
+        if found.dense is not None:
+            self._nll[1].index_add_(0, places, found.dense.nll.cpu())
+            self._kl += found.dense.kl
+            self._same += found.dense.same
+        if found.exits is not None:
+            self._exits += found.exits.cpu()
 
     def result(self) -> TextQuality:
         """The figures."""
         count, depths = int(self._counts.sum()), self._depths
-        layers = torch.arange(1, len(depths) + 1)
-        compares = self._compares
+        own, dense = (self._nll.sum(1) / count).tolist()
+        layers, compares = torch.arange(1, len(depths) + 1), self._meter.compares
+        whole = bool((depths == depths.round()).all())
         return TextQuality(
             tokens=count,
-            perplexity=math.exp(float(self._nll.sum()) / count),
-            dense_perplexity=math.exp(self._dense_nll / count) if compares else None,
+            perplexity=math.exp(own),
+            dense_perplexity=math.exp(dense) if compares else None,
             kl=max(0.0, self._kl / count) if compares else None,
             agreement=self._same / count if compares else None,
             mean_depth=float((depths * layers).sum() / depths.sum()),
-            exit_histogram=depths.tolist(),
+            exit_histogram=[int(n) if whole else round(n, 3) for n in depths.tolist()],
             by_position=list(self._positions()),
+            exits=[
+                ExitQuality(depth, mass / count, math.exp(nll / count))
+                for depth, (mass, nll) in zip(self._meter.exits, self._exits.T.tolist(), strict=True)
+            ]
+            or None,
         )
-
-    def _score(self, hidden: Sequence[Tensor], ids: Tensor) -> None:
-        """`hidden` [R, hidden] of each track predicts ids [n, S - 1], row after row."""
-        targets, width = ids.flatten(), ids.shape[1]
-        size = max(1, LOGIT_BYTES // (4 * self._decoder.arch.vocab_size * len(hidden)))
-        for first in range(0, len(targets), size):
-            part = slice(first, first + size)
-            logs = [self._decoder.logits(h[part]).log_softmax(-1) for h in hidden]
-            wanted = targets[part, None]
-            nll = -logs[-1].gather(-1, wanted)[:, 0].double().cpu()
-            places = torch.arange(first, first + len(nll)) % width
-            self._nll.index_add_(0, places, nll)
-            self._counts += torch.bincount(places, minlength=len(self._counts))
-            if self._compares:
-                dense, own = logs
-                self._dense_nll -= float(dense.gather(-1, wanted).double().sum())
-                self._kl += float((dense.exp() * (dense - own)).sum(-1).double().sum())
-                self._same += int((dense.argmax(-1) == own.argmax(-1)).sum())
 
     def _positions(self) -> Iterator[Positions]:
         """Ranges that double: 1, 2-3, 4-7… tokens before."""
@@ -178,19 +179,6 @@ class _Meter:
             last = min(2 * first, len(self._counts) - 1)
             tokens = int(self._counts[first : last + 1].sum())
             if tokens:
-                mean = float(self._nll[first : last + 1].sum()) / tokens
-                yield Positions(first + 1, last + 1, tokens, math.exp(mean))
+                own, dense = (self._nll[:, first : last + 1].sum(1) / tokens).exp().tolist()
+                yield Positions(first + 1, last + 1, tokens, own, dense if self._meter.compares else None)
             first = last + 1
-
-
-def _policies(bundle: Bundle, model: Dense | River, options: SessionOptions) -> list[ExitPolicy]:
-    """The bundle's own rule last; before it the dense backbone, where there is another one to compare with."""
-    count = bundle.architecture.num_layers
-    if isinstance(model, Dense):
-        shares = bundle.manifest.method(Rcla) is not None
-        return [FixedExit(count)] if shares else [FixedExit(count), FixedExit(count)]
-    settings = bundle.manifest.method(RiverSettings)
-    if settings is None:
-        raise FormatError(f"{bundle.path} has no River settings", "Convert again.")
-    own = river_route(settings, count, tau=options.tau, resident=model.deepest).policy
-    return [FixedExit(count), own] if model.deepest == count else [own]

@@ -1,0 +1,169 @@
+"""Log-probabilities that a model gives to tokens which are there already: teacher-forced, many sequences at once.
+
+What a token is predicted from is what generation would have: River's token leaves where the rule says so for it alone,
+with everything before it in the shared cache. Knows no text, no files and no harness.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, UsageError
+from .cache import PassStore
+from .decoder import Decoder
+from .dense import Dense
+from .generate import Model
+from .quality import LOGIT_BYTES, TOKENS_AT_ONCE
+from .river import River
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A sequence of which the tokens from `first` on are predicted, each from all before it; `first` is 1 or more."""
+
+    ids: tuple[int, ...]
+    first: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first < len(self.ids):
+            raise UsageError(f"A passage of {len(self.ids)} tokens predicts none from the {self.first}. on")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a passage got. `log_prob` in nats; `greedy`: every token is the most probable one, lowest id on ties."""
+
+    log_prob: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Read:
+    """Sequences that a model has read: what it would say behind each of the B * S places.
+
+    `depths` int64 [B * S], in blocks; `log_probs` maps places [R] to float32 log-probabilities [R, V].
+    """
+
+    depths: Tensor
+    log_probs: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a model of `layers` blocks and `vocab` tokens reads sequences.
+
+    `read` takes ids [B, S], and how many tokens of each are valid; the others pad on the right.
+    """
+
+    layers: int
+    vocab: int
+    read: Callable[[Tensor, Sequence[int]], Read]
+
+
+def reader_of(model: Model) -> Reader:
+    """Return how a model reads. Raises UnsupportedError for one that has no such way."""
+    if not isinstance(model, Dense | River):
+        raise UnsupportedError(f"{type(model).__name__} cannot be scored token by token")
+    arch = model.decoder.arch
+    return Reader(arch.num_layers, arch.vocab_size, _river(model) if isinstance(model, River) else _dense(model))
+
+
+def full_depth(model: Model) -> Model:
+    """Return the backbone of a model with every token through all blocks; the same one where it has no exits.
+
+    Raises UsageError where blocks were dropped, which cannot run.
+    """
+    if not isinstance(model, River):
+        return model
+    count = model.decoder.arch.num_layers
+    if model.deepest < count:
+        raise UsageError(f"Full depth needs all {count} blocks, {model.deepest} are resident", "Leave out --resident.")
+    return Dense(model.decoder)
+
+
+def _dense(model: Dense) -> Callable[[Tensor, Sequence[int]], Read]:
+    decoder = model.decoder
+
+    def read(ids: Tensor, counts: Sequence[int]) -> Read:
+        ids = ids.to(decoder.device)
+        h = decoder.run(decoder.embed(ids), decoder.step(None, ids, counts), PassStore(decoder.arch)).flatten(0, 1)
+        return Read(torch.full((ids.numel(),), decoder.arch.num_layers), _by_head(decoder, h))
+
+    return read
+
+
+def _river(model: River) -> Callable[[Tensor, Sequence[int]], Read]:
+    decoder = model.decoder
+
+    def read(ids: Tensor, counts: Sequence[int]) -> Read:
+        ids = ids.to(decoder.device)
+        h, depths = model.climb_rows(decoder.embed(ids), decoder.step(None, ids, counts), PassStore(decoder.arch))
+        return Read(depths.flatten().cpu(), _by_head(decoder, h.flatten(0, 1)))
+
+    return read
+
+
+def _by_head(decoder: Decoder, h: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda places: decoder.logits(h[places.to(h.device)]).log_softmax(-1)
+
+
+class Scorer:
+    """Scores passages, some at once: those of like length together, and equal inputs only once.
+
+    `batch_size`: sequences at once, None for as many as TOKENS_AT_ONCE hold. `depths` counts predicted tokens by the
+    depth at which the token before them left, from 1.
+    """
+
+    def __init__(self, reader: Reader, *, batch_size: int | None = None) -> None:
+        self._reader = reader
+        self._batch_size = batch_size
+        self.depths = torch.zeros(reader.layers, dtype=torch.int64)
+
+    def score(self, passages: Sequence[Passage], advance: Callable[[int], None] = lambda _: None) -> list[Score]:
+        """Score in the order given; `advance` hears how many more passages are done."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, passage in enumerate(passages):
+            places.setdefault(passage.ids[:-1], []).append(place)
+        found: dict[int, Score] = {}
+        for batch in self._batches(sorted(places, key=len, reverse=True)):
+            groups = [[(place, passages[place]) for place in places[inputs]] for inputs in batch]
+            scores = self._batch(batch, groups)
+            found |= scores
+            advance(len(scores))
+        return [found[place] for place in range(len(passages))]
+
+    def _batches(self, inputs: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
+        first = 0
+        while first < len(inputs):
+            count = self._batch_size or max(1, TOKENS_AT_ONCE // len(inputs[first]))
+            yield inputs[first : first + count]
+            first += count
+
+    @torch.inference_mode()
+    def _batch(
+        self, inputs: Sequence[tuple[int, ...]], groups: Sequence[Sequence[tuple[int, Passage]]]
+    ) -> dict[int, Score]:
+        counts = [len(row) for row in inputs]
+        width = max(counts)
+        read = self._reader.read(torch.tensor([[*row, *[0] * (width - len(row))] for row in inputs]), counts)
+        asked = [(row * width, place, passage) for row, group in enumerate(groups) for place, passage in group]
+        rows = torch.cat([torch.arange(at + passage.first - 1, at + len(passage.ids) - 1) for at, _, passage in asked])
+        targets = torch.cat([torch.tensor(passage.ids[passage.first :]) for _, _, passage in asked])
+        self.depths += torch.bincount(read.depths[rows] - 1, minlength=len(self.depths))
+        logs, best = self._pick(read, rows, targets)
+        sizes = [len(passage.ids) - passage.first for _, _, passage in asked]
+        parts = zip(asked, logs.split(sizes), best.split(sizes), strict=True)
+        return {place: Score(float(log.sum()), bool(same.all())) for (_, place, _), log, same in parts}
+
+    def _pick(self, read: Read, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities float64 [R] of the targets, and whether each is the best; some rows at a time."""
+        size = max(1, LOGIT_BYTES // (4 * self._reader.vocab))
+        logs: list[Tensor] = []
+        best: list[Tensor] = []
+        for part, wanted in zip(rows.split(size), targets.split(size), strict=True):
+            every = read.log_probs(part).cpu()
+            logs.append(every.gather(-1, wanted[:, None])[:, 0].double())
+            best.append(every.argmax(-1) == wanted)
+        return torch.cat(logs), torch.cat(best)

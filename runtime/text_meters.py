@@ -1,0 +1,144 @@
+"""How each kind of model reads sequences for `eval --text`: what it predicts, and what it would at full depth.
+
+A token leaves where the bundle's rule says so for it alone, as in generation. Knows no text and no files.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .bundle import Bundle
+from .decoder import Decoder
+from .dense import Dense
+from .exits import ExitPolicy, FixedExit
+from .generate import Model
+from .methods import Rcla
+from .quality import Track, push
+from .river import River
+from .routing import Ladder
+
+
+@dataclass(frozen=True)
+class AgainstDense:
+    """How rows compare with full depth: its nll float64 [R], the sum of KL(dense || own), equal best tokens."""
+
+    nll: Tensor
+    kl: float
+    same: int
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """What rows gave: nll float64 [R]; `exits` float64 [2, N], sums of each exit's mass and nll over the rows."""
+
+    nll: Tensor
+    dense: AgainstDense | None
+    exits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sequences [n, S] that were read. `depths` [L]: how many of their tokens ran 1, 2, … L blocks.
+
+    `score` takes a slice of the n * (S - 1) predicting rows and the tokens that follow them. `copies`: how many
+    logits a row needs at a time, for the size of a slice.
+    """
+
+    depths: Tensor
+    copies: int
+    score: Callable[[slice, Tensor], RowScores]
+
+
+class Meter(Protocol):
+    """Reads sequences. `compares`: whether there is a full depth to compare with; `exits`: depths of a mixture's."""
+
+    layers: int
+    vocab: int
+    compares: bool
+    exits: Sequence[int]
+
+    def read(self, ids: Tensor) -> Reading:
+        """Read ids [n, S] from position 0 on."""
+        ...
+
+
+def meter_of(model: Model, bundle: Bundle) -> Meter:
+    """Return how a bundle's model is measured. Raises UsageError for one that cannot be."""
+    if isinstance(model, Dense | River):
+        return LadderMeter(model, shares=bundle.manifest.method(Rcla) is not None)
+    raise UsageError(f"{bundle.path} cannot be measured on a text", "Measure it with --labels.")
+
+
+class LadderMeter:
+    """Backbone and exit layers side by side, block by block: full depth and the bundle's rule in one passage.
+
+    `shares`: the cache is shared (R-CLA), and without the sharing the weights are no model.
+    """
+
+    exits: Sequence[int] = ()
+
+    def __init__(self, model: Dense | River, *, shares: bool = False) -> None:
+        decoder = self._decoder = model.decoder
+        self.layers, self.vocab = decoder.arch.num_layers, decoder.arch.vocab_size
+        exits = model.exits if isinstance(model, River) else decoder.blocks
+        self._ladder = Ladder(decoder.arch, decoder.blocks, exits)
+        self._ways = _ways(model, shares=shares)
+        self.compares = len(self._ways) > 1
+
+    def read(self, ids: Tensor) -> Reading:
+        """See `Meter`."""
+        decoder = self._decoder
+        ids = ids.to(decoder.device)
+        start, step = decoder.embed(ids), decoder.step(None, ids[:1])
+        tracks = [Track.start(way, start) for way in self._ways]
+        for layer in range(1, self.layers + 1):
+            push(tracks, step, self._ladder, layer)
+        depths = torch.bincount(tracks[-1].depth.flatten().cpu() - 1, minlength=self.layers)
+        hidden = [track.h[:, :-1].flatten(0, 1) for track in tracks]
+        return Reading(depths, len(hidden), lambda part, wanted: _score(decoder, hidden, part, wanted))
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A rule with an end: after block `deepest` everybody leaves, as there are no further blocks in memory."""
+
+    rule: ExitPolicy
+    deepest: int
+
+    def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
+        """See `ExitPolicy.leaves`."""
+        if layer >= self.deepest:
+            return torch.ones(after.shape[:-1], dtype=torch.bool, device=after.device)
+        return self.rule.leaves(layer, before, after)
+
+    def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
+        """See `ExitPolicy.all_leave`."""
+        return layer >= self.deepest or self.rule.all_leave(layer, before, after)
+
+
+def _ways(model: Dense | River, *, shares: bool) -> list[ExitPolicy]:
+    """The model's own rule last; before it full depth, where there is another one to compare with."""
+    count = model.decoder.arch.num_layers
+    if isinstance(model, Dense):
+        return [FixedExit(count)] if shares else [FixedExit(count), FixedExit(count)]
+    own = Bounded(model.policy, model.deepest)
+    return [FixedExit(count), own] if model.deepest == count else [own]
+
+
+def _score(decoder: Decoder, hidden: Sequence[Tensor], part: slice, wanted: Tensor) -> RowScores:
+    logs = [decoder.logits(h[part]).log_softmax(-1) for h in hidden]
+    return row_scores(logs[-1], logs[0] if len(logs) > 1 else None, wanted.to(hidden[0].device))
+
+
+def row_scores(own: Tensor, dense: Tensor | None, wanted: Tensor, exits: Tensor | None = None) -> RowScores:
+    """From log-probabilities [R, V] of the model and of full depth, and the tokens [R] that followed."""
+    nll = -own.gather(-1, wanted[:, None])[:, 0].double()
+    if dense is None:
+        return RowScores(nll, None, exits)
+    kl = float((dense.exp() * (dense - own)).sum(-1).double().sum())
+    same = int((dense.argmax(-1) == own.argmax(-1)).sum())
+    return RowScores(nll, AgainstDense(-dense.gather(-1, wanted[:, None])[:, 0].double(), kl, same), exits)
