@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AdaptError, FormatError, UsageError
-from .generate import Model, PromptCache, check_fits, generate
+from .continuation import Request, check_fits
+from .generate import Model, PromptCache, stream
 from .sampling import Sampling
 from .stops import Stops
 from .stream import TokenRecord, TokenStream
@@ -62,18 +63,21 @@ class ChatParts:
         cache: PromptCache,
         cancelled: Callable[[], bool] | None = None,
     ) -> TokenStream:
-        """Continue `ids`; see `generate.generate`."""
+        """Continue `ids`; see `generate.stream`."""
+        return stream(
+            self.model, self.request(ids, options), tokenizer=self.tokenizer, cache=cache, cancelled=cancelled
+        )
+
+    def request(self, ids: Sequence[int], options: GenerationOptions) -> Request:
+        """What it means to continue `ids`. Raises UsageError for stops that the model does not have."""
         strings = options.stop + (() if self.template is None or options.ignore_eos else self.template.stops)
-        return generate(
-            self.model,
+        return Request(
             ids,
-            tokenizer=self.tokenizer,
-            sampling=options.sampling,
-            stops=Stops.of(self.tokenizer, strings, options.stop_ids, ignore_eos=options.ignore_eos),
-            cache=cache,
-            max_tokens=options.max_tokens,
-            cancelled=cancelled,
-            row=options.row,
+            options.sampling,
+            Stops.of(self.tokenizer, strings, options.stop_ids, ignore_eos=options.ignore_eos),
+            self.context_size,
+            options.max_tokens,
+            options.row,
             continues=self.template is None,
         )
 

@@ -11,12 +11,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..errors import AdaptError, ResourceError, UsageError
+from ..errors import ResourceError
 from .cache import KVCache, RotationChangedError
+from .continuation import Continuation, Request
 from .sampling import Sampler, Sampling
-from .stops import Stops, StreamedText
-from .stream import FinishReason, GenerationStats, TokenRecord, TokenStream
-from .text import IncrementalDecoder, Tokenizer
+from .stops import Stops
+from .stream import TokenRecord, TokenStream
+from .text import Tokenizer
 
 _CAPACITY_STEP = 64
 _SOON = 512
@@ -166,32 +167,21 @@ def generate(
         ResourceError: while reading: no memory for the cache.
 
     """
-    room = check_fits(len(ids), cache.context_size)
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}", "It must be 1 or more.")
-    limit = room if max_tokens is None else min(room, max_tokens)
-    text = StreamedText(IncrementalDecoder(tokenizer, after=ids if continues else ()), stops)
-    stats = GenerationStats(prompt_tokens=len(ids))
-    run = _Run(model, cache, Sampler(sampling, row), text, stats, limit, cancelled)
-    return TokenStream(run.records(list(ids)), stats)
+    request = Request(ids, sampling, stops, cache.context_size, max_tokens, row, continues)
+    return stream(model, request, tokenizer=tokenizer, cache=cache, cancelled=cancelled)
 
 
-def check_fits(tokens: int, context_size: int) -> int:
-    """Return how many tokens may follow a prompt of `tokens`.
-
-    Raises:
-        UsageError: the prompt is empty.
-        AdaptError: none may follow.
-
-    """
-    if tokens == 0:
-        raise UsageError("The prompt is empty", "Give it some text.")
-    if tokens >= context_size:
-        raise AdaptError(
-            f"The prompt has {tokens} tokens; the context holds {context_size}, the answer included",
-            "Shorten the prompt, or raise --ctx-size if the model allows.",
-        )
-    return context_size - tokens
+def stream(
+    model: Model,
+    request: Request,
+    *,
+    tokenizer: Tokenizer,
+    cache: PromptCache,
+    cancelled: Callable[[], bool] | None = None,
+) -> TokenStream:
+    """Do what a request says; see `generate`."""
+    text = Continuation(request, tokenizer, cancelled)
+    return TokenStream(_Run(model, cache, text).records(list(request.ids)), text.stats)
 
 
 @dataclass
@@ -200,41 +190,26 @@ class _Run:
 
     model: Model
     cache: PromptCache
-    sampler: Sampler
-    text: StreamedText
-    stats: GenerationStats
-    limit: int
-    cancelled: Callable[[], bool] | None
+    text: Continuation
 
     def records(self, prompt: list[int]) -> Generator[TokenRecord, None, None]:
         started = time.perf_counter()
-        self.sampler.saw(prompt)
         output = self._prefill(prompt)
-        for index in range(self.limit):
-            token = self.sampler.take(output.token) if output.token is not None else self.sampler(output.logits[0])
-            text, reason = self._read(token, index)
-            record = TokenRecord(index, token, text, output.depth, time.perf_counter() - started, reason)
-            self.stats.add(record)
+        while True:
+            record = self.text.take(output, started)
             yield record
-            if reason is not None:
+            if record.finish_reason is not None:
                 return
             started = time.perf_counter()
-            output = self._decode(token)
-
-    def _read(self, token: int, index: int) -> tuple[str, FinishReason | None]:
-        text, stopped = self.text.push(token)
-        reason: FinishReason | None = "stop" if stopped else "length" if index + 1 == self.limit else None
-        if reason is None and self.cancelled is not None and self.cancelled():
-            reason = "cancelled"
-        return (text, reason) if reason in (None, "stop") else (text + self.text.flush(), reason)
+            output = self._decode(record.id)
 
     def _prefill(self, prompt: list[int]) -> StepOutput:
-        soon = len(prompt) + min(self.limit, _SOON)
-        kv = self.cache.reserve(soon, eventually=len(prompt) + self.limit)
-        kept = self.stats.reused_tokens = self.cache.reuse(prompt)
+        soon = len(prompt) + min(self.text.limit, _SOON)
+        kv = self.cache.reserve(soon, eventually=len(prompt) + self.text.limit)
+        kept = self.text.stats.reused_tokens = self.cache.reuse(prompt)
         with torch.inference_mode():
             try:
-                output = self.model.prefill(torch.tensor([prompt[kept:]]), kv, self.sampler)
+                output = self.model.prefill(torch.tensor([prompt[kept:]]), kv, self.text.sampler)
             except RotationChangedError:
                 output = self._again(prompt, kv)
         self.cache.ids = prompt
@@ -244,7 +219,7 @@ class _Run:
         kv = self.cache.reserve(len(self.cache.ids) + 1)
         with torch.inference_mode():
             try:
-                output = self.model.decode(torch.tensor([[token]]), kv, self.sampler)
+                output = self.model.decode(torch.tensor([[token]]), kv, self.text.sampler)
             except RotationChangedError:
                 return self._again([*self.cache.ids, token], kv)
         self.cache.ids.append(token)
@@ -254,6 +229,6 @@ class _Run:
         """Run the whole sequence afresh: longrope rotates all keys otherwise beyond the length first trained."""
         self.cache.ids = []
         kv.truncate(0)
-        output = self.model.prefill(torch.tensor([ids]), kv, self.sampler)
+        output = self.model.prefill(torch.tensor([ids]), kv, self.text.sampler)
         self.cache.ids = ids
         return output

@@ -3,16 +3,19 @@
 The only module that knows them all; it computes nothing itself. Knows no terminal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from ..errors import UsageError
+from .batch import Answer, BatchModel, Outcome, answer_all, attempt, suitable_batch
 from .bundle import Bundle
+from .continuation import Request, check_fits
 from .conversation import ChatParts, Conversation, GenerationOptions
-from .generate import Model, PromptCache
+from .generate import Model, PromptCache, stream
 from .options import SessionOptions
 from .progress import Reporter, SilentReporter
 from .stream import TokenStream
@@ -100,6 +103,23 @@ class Session:
             AdaptError: the prompt does not fit, or the template refuses it.
 
         """
+        request = self.prepare(prompt, options, system=system, raw=raw)
+        return self._stream(request, cancelled)
+
+    def prepare(
+        self,
+        prompt: str | Sequence[Message],
+        options: GenerationOptions,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+    ) -> Request:
+        """Say what is to be continued, for `answer_all`; see `complete`.
+
+        Raises:
+            UsageError, AdaptError: as `complete` does.
+
+        """
         if isinstance(prompt, str) and (raw or not self.converses):
             if system is not None:
                 raise UsageError("A system text needs a chat template", "Put it into the prompt, or drop --raw.")
@@ -110,8 +130,36 @@ class Session:
             messages, template = _as_messages(prompt, system), self.template
         parts = self._parts(template, self.max_positions)
         ids = parts.encode(messages, options)
-        cache = PromptCache(self.model, self._context(len(ids), options.max_tokens))
-        return parts.generate(ids, options, cache, cancelled)
+        context_size = self._context(len(ids), options.max_tokens)
+        check_fits(len(ids), context_size)
+        return replace(parts.request(ids, options), context_size=context_size)
+
+    def rows_at_once(self, asked: int | None = None) -> int:
+        """How many texts `answer_all` is to continue at once: as many as asked for, or as suits model and memory.
+
+        Raises:
+            UsageError: more than one is asked for, and the model cannot.
+
+        """
+        if isinstance(self.model, BatchModel):
+            return suitable_batch(self.model, self.options.ctx_size or CONTEXT) if asked is None else asked
+        if asked is not None and asked > 1:
+            raise UsageError("This bundle, opened so, continues one text at a time", "Leave --batch-size out.")
+        return 1
+
+    def answer_all(self, requests: Iterable[Request | None], batch_size: int) -> Iterator[Outcome]:
+        """Continue many texts, `batch_size` at once; yield their outcomes in order. See `batch.answer_all`."""
+        if batch_size > 1 and isinstance(self.model, BatchModel):
+            return answer_all(self.model, requests, tokenizer=self.tokenizer, batch_size=batch_size)
+        return (attempt(self._answer, request) for request in requests if request is not None)
+
+    def _answer(self, request: Request) -> Answer:
+        stream = self._stream(request)
+        return Answer("".join(record.text for record in stream), stream.stats)
+
+    def _stream(self, request: Request, cancelled: Callable[[], bool] | None = None) -> TokenStream:
+        cache = PromptCache(self.model, request.context_size)
+        return stream(self.model, request, tokenizer=self.tokenizer, cache=cache, cancelled=cancelled)
 
     def chat(self, system: str | None = None, *, raw: bool = False) -> Conversation:
         """Begin a conversation; with `raw`, plain completion of a growing text.
