@@ -104,13 +104,14 @@ class SelfCheck(_Strict, frozen=True):
     """What the self-check's text gave at conversion: mean negative log-likelihood in nats a token.
 
     `dense_nll` without an exit, through all blocks as they are stored; `river_nll` by River's rule; `scores` are the
-    last layer's classifier on the text (2D-EE).
+    last layer's classifier on the text (2D-EE); `mixture_nll` by the mixture of all exits (N-vium).
     """
 
     tokens: Annotated[int, Field(gt=0)]
     dense_nll: float
     river_nll: float | None = None
     scores: tuple[float, ...] = ()
+    mixture_nll: float | None = None
 
 
 def _method(value: object) -> object:
