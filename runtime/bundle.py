@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BACKBONE = "model"
 RIVER = "river"
 ADAPTERS = "adapters"
+JUNCTIONS = "junctions"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -89,6 +90,11 @@ class Bundle:
     def adapters(self) -> "TensorStore":
         """The classifiers' weights. Raises FormatError where the bundle has none."""
         return self._part(ADAPTERS, "classifiers", "2dee")
+
+    @cached_property
+    def junctions(self) -> "TensorStore":
+        """Norms, adapters and routers of the exits. Raises FormatError where the bundle has none."""
+        return self._part(JUNCTIONS, "junctions", "nvium")
 
     def _part(self, stem: str, what: str, method: str) -> "TensorStore":
         from .store import open_files  # noqa: PLC0415

@@ -16,7 +16,7 @@ from .classify import Classifier
 from .decoder import load_block, load_frame
 from .documents import DocumentReader
 from .exit_layers import LazyBlocks, load_exit_block
-from .loading import UNTRAINED, refuse_exits, resolve_device, resolve_dtype
+from .loading import UNTRAINED, refuse_options, resolve_device, resolve_dtype
 from .methods import River, TwoDee
 from .options import SessionOptions
 from .progress import Reporter
@@ -34,7 +34,7 @@ def load_classifier(
     Raises FormatError for a bundle without one, or with damaged adapters; UsageError for an option that it has not.
     """
     settings = settings_of(bundle)
-    refuse_exits(bundle, options)
+    refuse_options(bundle, options)
     if not bundle.manifest.trained and reporter is not None:
         reporter.warn(UNTRAINED)
     device = resolve_device(options.device)

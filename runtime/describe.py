@@ -4,7 +4,7 @@ Everything comes from the manifest and the geometry; no tensor is read. Layers a
 """
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from ..errors import UsageError
 from ..quant.layout import choose_group_size, packed_shapes
 from .architecture import Architecture
-from .bundle import ADAPTERS, BACKBONE, RIVER, Bundle
+from .bundle import ADAPTERS, BACKBONE, JUNCTIONS, RIVER, Bundle
+from .junctions import junction_tensors
 from .manifest import Manifest
-from .methods import River, TwoDee
+from .methods import Nvium, River, TwoDee
 
 _TWO_BYTES = 2  # 16-bit weights
 _RUN_TIME_ONLY_ON_DEMAND = frozenset({"g_idx"})  # trivial in what this package writes; not kept in memory
@@ -33,6 +34,7 @@ class Memory:
     dense_blocks: int
     exit_layers: int
     total: int
+    junctions: int = 0
 
 
 def describe(bundle: Bundle, *, resident: int | None = None) -> dict[str, Any]:
@@ -43,7 +45,11 @@ def describe(bundle: Bundle, *, resident: int | None = None) -> dict[str, Any]:
     manifest, architecture = bundle.manifest, bundle.architecture
     data = manifest.model_dump(mode="json")
     river = manifest.method(River)
-    memory = resident_memory(architecture, river, resident)
+    mixture = manifest.method(Nvium)
+    if mixture is not None and river is not None and resident is None:
+        # Passes go through the exit layers and the blocks that have none, or through the backbone.
+        resident = river.entry_layer - 1 if mixture.blocks == "4bit" else architecture.num_layers
+    memory = _with_junctions(resident_memory(architecture, river, resident), architecture, mixture)
     return {
         "format_version": manifest.format_version,
         "methods": data["methods"],
@@ -80,6 +86,19 @@ def resident_memory(
     head = 0 if architecture.tied else table
     norm = architecture.hidden_size * itemsize
     return Memory(count, table, head, norm, kept, exits, table + head + norm + kept + exits)
+
+
+def _with_junctions(memory: Memory, architecture: Architecture, settings: Nvium | None) -> Memory:
+    if settings is None:
+        return memory
+    shapes = junction_tensors(
+        architecture,
+        len(settings.junctions),
+        width=settings.router_width,
+        final_adapter=settings.final_adapter,
+    )
+    size = _TWO_BYTES * sum(torch.Size(shape).numel() for shape in shapes.values())
+    return replace(memory, junctions=size, total=memory.total + size)
 
 
 def _resident(architecture: Architecture, river: River | None, asked: int | None) -> int:
@@ -119,13 +138,15 @@ def _layers(architecture: Architecture, manifest: Manifest, resident: int) -> li
     river, classifiers = manifest.method(River), manifest.method(TwoDee)
     exits = set(river.exit_layers) if river else set()
     stay = set(river.dense_layers) if river else set()
+    mixture = manifest.method(Nvium)
+    junctions = {layer: number for number, layer in enumerate(mixture.junctions if mixture else (), start=1)}
     return [
         {
             "index": layer,
             "dense": layer <= resident or layer in stay,
             "exit_layer": layer in exits,
             "kv_source": architecture.kv_sources[layer - 1] + 1,
-            "junction": None,
+            "junction": junctions.get(layer),
             "adapter": classifiers.hidden if classifiers else None,
         }
         for layer in range(1, architecture.num_layers + 1)
@@ -134,7 +155,7 @@ def _layers(architecture: Architecture, manifest: Manifest, resident: int) -> li
 
 def _bytes(bundle: Bundle, architecture: Architecture) -> dict[str, int]:
     parts = {"backbone": bundle.weight_bytes(BACKBONE), "river": bundle.weight_bytes(RIVER)}
-    parts |= {"junctions": bundle.weight_bytes("junctions"), "adapters": bundle.weight_bytes(ADAPTERS)}
+    parts |= {"junctions": bundle.weight_bytes(JUNCTIONS), "adapters": bundle.weight_bytes(ADAPTERS)}
     return {
         **parts,
         "total": sum(parts.values()),

@@ -3,8 +3,9 @@
 Knows which parts of a bundle are needed where; exit layers are read when a token first needs them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -70,15 +71,29 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtypes[name]
 
 
-def refuse_exits(bundle: Bundle, options: SessionOptions) -> None:
-    """Raise UsageError where an option is set that only River bundles have."""
-    given = {"--tau": options.tau is not None, "--resident": options.resident is not None}
-    given |= {"--prefill dense": options.prefill != "exit", "--gpu-memory": options.gpu_memory is not None}
-    given |= {"--offload stream": options.offload != "drop"}
-    wrong = [flag for flag, asked in given.items() if asked]
-    if wrong:
-        names = ", ".join(method.name for method in bundle.manifest.methods)
-        raise UsageError(f"{wrong[0]} is for generating with River bundles; {bundle.path} is {names}", "Leave it out.")
+_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "tau": ("River", "--tau"),
+        "resident": ("River", "--resident"),
+        "prefill": ("River", "--prefill dense"),
+        "gpu_memory": ("River", "--gpu-memory"),
+        "offload": ("River", "--offload stream"),
+        "per_exit_truncation": ("N-vium", "--per-exit-truncation"),
+        "piggyback": ("N-vium", "--no-piggyback"),
+        "max_deferred": ("N-vium", "--max-deferred"),
+    }
+)
+"""Options that one method has: the method, and how the command line spells what is not the default."""
+
+
+def refuse_options(bundle: Bundle, options: SessionOptions, method: str | None = None) -> None:
+    """Raise UsageError where an option of another method than `method` ("River", "N-vium"; None: of any) is set."""
+    plain = SessionOptions()
+    for field, (owner, flag) in _OPTIONS.items():
+        if owner != method and getattr(options, field) != getattr(plain, field):
+            names = ", ".join(settings.name for settings in bundle.manifest.methods)
+            what = f"{flag} is for generating with {owner} bundles; {bundle.path} is {names}"
+            raise UsageError(what, "Leave it out.")
 
 
 def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None) -> River:
@@ -90,6 +105,7 @@ def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
     settings = bundle.manifest.method(RiverSettings)
     if settings is None:
         raise FormatError(f"{bundle.path} is not a River bundle", "Convert with --method river.")
+    refuse_options(bundle, options, "River")
     arch = bundle.architecture
     route = river_route(settings, arch.num_layers, tau=options.tau)
     return make_river(

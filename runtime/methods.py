@@ -278,6 +278,11 @@ class Nvium(MethodSettings, frozen=True):
     trade_off: tuple[DepthPoint, ...] = ()
     training: TrainingRun | None = None
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there is anything beside the backbone."""
+        return bool(self.junctions) or self.final_adapter
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if list(self.junctions) != sorted(set(self.junctions)):

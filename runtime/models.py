@@ -11,11 +11,12 @@ from .classify_loading import check_scores, document_reader, load_classifier
 from .dense import Dense
 from .exit_layers import LazyBlocks
 from .generate import Model
-from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_exits, resolve_device, resolve_dtype
-from .methods import River, TwoDee
+from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_options, resolve_device, resolve_dtype
+from .methods import Nvium, River, TwoDee
+from .nvium_loading import load_nvium
 from .options import SessionOptions
 from .progress import Reporter, SilentReporter
-from .self_check import compare, run_dense_check, run_river_check
+from .self_check import compare, run_dense_check, run_mixture_check, run_river_check
 from .text import Tokenizer
 
 
@@ -27,6 +28,9 @@ def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
     reporter = reporter or SilentReporter()
     if not bundle.manifest.trained:
         reporter.warn(UNTRAINED)
+    mixture = bundle.manifest.method(Nvium)
+    if mixture is not None:
+        return load_nvium(bundle, mixture, options)
     if bundle.manifest.method(River) is not None:
         return load_river(bundle, options, reporter)
     return load_dense(bundle, options)
@@ -34,7 +38,7 @@ def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
 
 def load_dense(bundle: Bundle, options: SessionOptions) -> Dense:
     """Make the backbone alone, with R-CLA's map where the bundle has one. Blocks are read as they are first needed."""
-    refuse_exits(bundle, options)
+    refuse_options(bundle, options)
     arch, store = bundle.architecture, bundle.backbone
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -49,7 +53,11 @@ def self_check(bundle: Bundle) -> Sequence[str]:
         return ()
     tokenizer = Tokenizer.load(bundle.path)
     options = SessionOptions(device="cpu", cache_dir=bundle.cache_dir)
-    if bundle.manifest.method(River) is None:
+    mixture = bundle.manifest.method(Nvium)
+    if mixture is not None:
+        model = load_nvium(bundle, mixture, options)
+        found = run_dense_check(model, tokenizer) if isinstance(model, Dense) else run_mixture_check(model, tokenizer)
+    elif bundle.manifest.method(River) is None:
         found = run_dense_check(load_dense(bundle, options), tokenizer)
     else:
         everything = bundle.architecture.num_layers  # as at conversion: the check is of the files, not of a placement

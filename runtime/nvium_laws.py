@@ -30,7 +30,7 @@ class Exits:
         self.junctions = junctions
 
     def look(self, junction: int, h: Tensor) -> tuple[Tensor, list[float]]:
-        """From states h [R, hidden] at a junction (from 0) to the normalised states and the scores, whose sigmoid is r."""
+        """From states h [R, hidden] at a junction (from 0) to normalised states and scores, whose sigmoid is r."""
         here = self.junctions[junction]
         x = here.norm(h)
         return x, here.router(x).tolist()

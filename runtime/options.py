@@ -31,6 +31,12 @@ class SessionOptions:
     """Backbone blocks that are loaded at all."""
     offload: Offload = "drop"
     """What becomes of the other blocks: never run, or streamed from host memory (GPU)."""
+    per_exit_truncation: bool = False
+    """Temperature and filters act on the drawn exit's law, instead of on the mixture of all exits (N-vium)."""
+    piggyback: bool = True
+    """What a token leaves out is run with later tokens; False: at once, for the same tokens (N-vium)."""
+    max_deferred: int = 64
+    """Tokens that may wait at a junction; the tokens chosen do not depend on it (N-vium)."""
     gpu_memory: str | None = None
     """Device memory to fill with backbone blocks: "auto", "8GiB", "90%"."""
     chat_template: str | None = None
@@ -39,7 +45,7 @@ class SessionOptions:
     """Hub cache, for bundles that only refer to their backbone."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "ctx_size", "resident"):
+        for name in ("threads", "ctx_size", "resident", "max_deferred"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}", "It must be 1 or more.")

@@ -15,6 +15,7 @@ from .cache import PassStore
 from .dense import Dense
 from .exits import FixedExit
 from .manifest import SelfCheck
+from .nvium import Nvium
 from .river import River
 from .text import Tokenizer
 
@@ -55,12 +56,30 @@ def run_dense_check(model: Dense, tokenizer: Tokenizer, *, cached: bool = True) 
         if not cached:
             _agree(alone, alone)
             return SelfCheck(tokens=ids.shape[1], dense_nll=alone)
-        prompt, count = int(ids.shape[1] * PROMPT_SHARE), ids.shape[1]
-        cache = model.new_cache(1, count)
-        parts = [ids[:, :prompt], *(ids[:, at : at + 1] for at in range(prompt, count))]
-        stepwise = _nll(torch.cat([model.score(part, cache) for part in parts], dim=1), ids)
+        cache = model.new_cache(1, ids.shape[1])
+        stepwise = _nll(torch.cat([model.score(part, cache) for part in _parts(ids)], dim=1), ids)
     _agree(alone, stepwise)
-    return SelfCheck(tokens=count, dense_nll=stepwise)
+    return SelfCheck(tokens=ids.shape[1], dense_nll=stepwise)
+
+
+def run_mixture_check(model: Nvium, tokenizer: Tokenizer, *, cached: bool = True) -> SelfCheck:
+    """Return the figures of the text, by the backbone alone and by the mixture. Raises and `cached`: see above."""
+    dense = run_dense_check(Dense(model.decoder), tokenizer, cached=cached)
+    ids = self_check_ids(tokenizer, model.decoder.arch.max_positions).to(model.decoder.device)
+    with torch.inference_mode():
+        found = alone = _nll(model.read(ids).log_probabilities(slice(None)), ids)
+        if cached:
+            parts = _parts(ids)
+            cache = model.new_cache(1, ids.shape[1])
+            found = _nll(torch.cat([model.score(part, cache) for part in parts], dim=1), ids)
+    _agree(alone, found)
+    return dense.model_copy(update={"mixture_nll": found})
+
+
+def _parts(ids: Tensor) -> list[Tensor]:
+    """The prompt, then token by token."""
+    prompt, count = int(ids.shape[1] * PROMPT_SHARE), ids.shape[1]
+    return [ids[:, :prompt], *(ids[:, at : at + 1] for at in range(prompt, count))]
 
 
 def _agree(alone: float, cached: float) -> None:
@@ -81,6 +100,7 @@ def self_check_ids(tokenizer: Tokenizer, max_positions: int) -> Tensor:
 def compare(recorded: SelfCheck, found: SelfCheck) -> Sequence[str]:
     """Return what differs, in words."""
     pairs = [("dense", recorded.dense_nll, found.dense_nll), ("river", recorded.river_nll, found.river_nll)]
+    pairs += [("mixture", recorded.mixture_nll, found.mixture_nll)]
     differing = [
         f"{name}: {now:.4f} nats a token, {then:.4f} when it was made"
         for name, then, now in pairs

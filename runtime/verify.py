@@ -16,8 +16,9 @@ from ..quant.layout import choose_group_size, packed_shapes
 from .adapters import adapter_shapes
 from .architecture import Architecture
 from .bundle import Bundle, check_is_bundle
+from .junctions import junction_tensors
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
-from .methods import River, TwoDee
+from .methods import Nvium, River, TwoDee
 from .progress import Reporter
 from .store import TensorStore
 
@@ -133,6 +134,11 @@ def _opened(
             part = "adapters"
             problems += _tensors(part, bundle.adapters, adapter_tensors(architecture, classifiers))
             tensors += len(bundle.adapters.names())
+        mixture = bundle.manifest.method(Nvium)
+        if mixture is not None and mixture.has_tensors:
+            part = "junctions"
+            problems += _tensors(part, bundle.junctions, junctions_expected(architecture, mixture))
+            tensors += len(bundle.junctions.names())
         if self_check is not None and not problems:
             part = "self-check"
             problems += [Problem(part, what) for what in self_check(bundle)]
@@ -173,6 +179,17 @@ def adapter_tensors(architecture: Architecture, settings: TwoDee) -> Expected:
         inputs=architecture.hidden_size,
         width=settings.hidden,
         classes=len(settings.labels),
+    )
+    return {name: (frozenset({torch.float32}), shape) for name, shape in shapes.items()}
+
+
+def junctions_expected(architecture: Architecture, settings: Nvium) -> Expected:
+    """What the junctions must hold: name -> (dtypes allowed, shape)."""
+    shapes = junction_tensors(
+        architecture,
+        len(settings.junctions),
+        width=settings.router_width,
+        final_adapter=settings.final_adapter,
     )
     return {name: (frozenset({torch.float32}), shape) for name, shape in shapes.items()}
 
