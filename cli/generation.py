@@ -196,6 +196,7 @@ def figures(stats: "GenerationStats") -> Mapping[str, object]:
         "exit_histogram": {str(depth): count for depth, count in sorted(stats.exit_histogram.items())},
     }
 
+        "pass_rows": {str(rows): count for rows, count in sorted(stats.pass_rows.items())},
 
 def rounded(value: float | None, digits: int) -> float | None:
     """Round what is known."""
@@ -219,3 +220,6 @@ def report(stats: "GenerationStats", memory: int | None = None) -> Iterator[str]
 
 def _rate(rate: float | None) -> str:
     return "" if rate is None else f", {rate:.1f} tokens/s"
+    if stats.mean_pass_rows is not None:
+        longest = max(stats.pass_rows)
+        yield f"passes above an exit took along {stats.mean_pass_rows - 1:.1f} waiting tokens, {longest - 1} at most"

@@ -19,6 +19,7 @@ TRAINING = "Training (rcla, 2dee)"
 RCLA = "R-CLA"
 TWODEE = "2D early exit"
 
+NVIUM = "N-vium"
 DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
@@ -207,3 +208,29 @@ def opening(
 ) -> dict[str, Any]:
     """Return how a bundle is opened; the names are those of `runtime.options.SessionOptions`."""
     return dict(locals())
+    per_exit_truncation: Annotated[
+        bool,
+        typer.Option(
+            "--per-exit-truncation",
+            rich_help_panel=NVIUM,
+            help="Temperature and top-k, top-p, min-p act on the drawn exit, not on the mixture: faster, another law.",
+        ),
+    ] = False,
+    piggyback: Annotated[
+        bool,
+        typer.Option(
+            "--piggyback/--no-piggyback",
+            rich_help_panel=NVIUM,
+            help="Run what a token left out with later tokens, or at once; the text is the same.",
+        ),
+    ] = True,
+    max_deferred: Annotated[
+        int,
+        typer.Option(
+            "--max-deferred",
+            min=1,
+            metavar="N",
+            rich_help_panel=NVIUM,
+            help="Tokens that may wait at an exit; the text is the same.",
+        ),
+    ] = 64,

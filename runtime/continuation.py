@@ -80,7 +80,7 @@ class Continuation:
         token = self.sampler.take(output.token) if output.token is not None else self.sampler(output.logits[0])
         text, reason = self._read(token, self.stats.tokens)
         seconds = time.perf_counter() - started
-        record = TokenRecord(self.stats.tokens, token, text, output.depth, seconds, reason)
+        record = TokenRecord(self.stats.tokens, token, text, output.depth, seconds, reason, output.passes)
         self.stats.add(record)
         return record
 

@@ -25,6 +25,8 @@ class TokenRecord:
     """Time spent on this token; the first one's includes the prompt. Time of the reader is not in it."""
     finish_reason: FinishReason | None = None
     """Set in the last record only."""
+    passes: tuple[int, ...] = ()
+    """Rows of each pass above an exit: this token, and those that had waited there (N-vium)."""
 
 
 @dataclass
@@ -42,6 +44,12 @@ class GenerationStats:
     finish_reason: FinishReason | None = None
     exit_histogram: dict[int, int] = field(default_factory=dict)
     """Depth -> tokens after the first, whose depth is the prompt's."""
+    pass_rows: dict[int, int] = field(default_factory=dict)
+    """Rows -> passes above an exit, of the tokens after the first (N-vium)."""
+    drafted: int = 0
+    """Tokens that were drafted ahead (lossless River)."""
+    accepted: int = 0
+    """Of them, those that the dense model would have chosen."""
 
     def add(self, record: TokenRecord) -> None:
         """Count one record."""
@@ -51,6 +59,8 @@ class GenerationStats:
             self.prefill_seconds, self.prefill_depth = record.seconds, record.depth
             return
         self.decode_seconds += record.seconds
+        for rows in record.passes:
+            self.pass_rows[rows] = self.pass_rows.get(rows, 0) + 1
         if record.depth is not None:
             self.exit_histogram[record.depth] = self.exit_histogram.get(record.depth, 0) + 1
 
@@ -69,6 +79,22 @@ class GenerationStats:
     def decode_tokens_per_s(self) -> float | None:
         """Tokens a second after the first; None for fewer than two."""
         return (self.tokens - 1) / self.decode_seconds if self.tokens > 1 and self.decode_seconds > 0 else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the drafted tokens that were accepted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_verify(self) -> float | None:
+        """Tokens after the first for each dense pass; None where nothing was drafted."""
+        return (self.tokens - 1) / max(self.tokens - 1 - self.accepted, 1) if self.drafted else None
+
+    @property
+    def mean_pass_rows(self) -> float | None:
+        """Rows of a pass above an exit, on average; None where there were none."""
+        count = sum(self.pass_rows.values())
+        return sum(rows * n for rows, n in self.pass_rows.items()) / count if count else None
 
     @property
     def mean_depth(self) -> float | None:
