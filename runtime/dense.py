@@ -25,7 +25,7 @@ class Dense:
 
     def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """See `generate.Model`; ids [B, S]."""
-        return StepOutput(self.decoder.logits(self._pass(ids, cache)[:, -1]), None)
+        return StepOutput(self.logits(self._pass(ids, cache)[:, -1]), None)
 
     def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
         """See `generate.Model`; ids [B, 1]."""
@@ -33,12 +33,16 @@ class Dense:
 
     def decode_batch(self, ids: Tensor, cache: KVCache, samplers: Sequence[Sampler]) -> list[StepOutput]:  # noqa: ARG002 - see BatchModel
         """See `batch.BatchModel`."""
-        logits = self.decoder.logits(self._pass(ids, cache)[:, -1])
+        logits = self.logits(self._pass(ids, cache)[:, -1])
         return [StepOutput(row, None) for row in logits.split(1)]
 
     def score(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Append ids [B, S] and return the logits [B, S, V] of every position, float32."""
-        return self.decoder.logits(self._pass(ids, cache))
+        return self.logits(self._pass(ids, cache))
+
+    def logits(self, h: Tensor) -> Tensor:
+        """From the last block's states [..., hidden] to logits [..., V], float32."""
+        return self.decoder.logits(h)
 
     def _pass(self, ids: Tensor, cache: KVCache) -> Tensor:
         decoder = self.decoder

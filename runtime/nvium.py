@@ -133,11 +133,14 @@ class Nvium:
             states.append(lane.h[:, -count:])
         return self._reading(states).log_probabilities(slice(None))
 
-    def read(self, ids: Tensor, kv: KVStore | None = None) -> Reading:
-        """All exits of ids [B, S], whole sequences without a cache; differentiable where the weights are trained."""
+    def read(self, ids: Tensor, kv: KVStore | None = None, counts: Sequence[int] | None = None) -> Reading:
+        """All exits of ids [B, S], whole sequences without a cache; differentiable where the weights are trained.
+
+        `counts` gives the valid tokens of each row where rows are padded on the right.
+        """
         decoder = self.decoder
         ids = ids.to(decoder.device)
-        h, step = decoder.embed(ids), decoder.step(None, ids)
+        h, step = decoder.embed(ids), decoder.step(None, ids, counts)
         kv = kv or PassStore(decoder.arch)
         states: list[Tensor] = []
         for blocks in self.segments:
