@@ -28,7 +28,9 @@ class Adapt(Program):
         "chat": "Hold a conversation in the terminal.",
         "inspect": "Show what is in a bundle.",
         "verify": "Check that a bundle is whole.",
+        "bench": "Measure how fast a bundle is.",
         "eval": "Measure what a bundle's answers are worth.",
+        "tune": "Choose how fast and how good a bundle is.",
         "export": "Write a bundle in a form that other programs load.",
         "help": "Help on a command, or on a topic: exit-codes, environment.",
     }

@@ -4,11 +4,11 @@ torch comes in with these imports and with nothing else, so that help, completio
 """
 
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from ..runtime import process
 from ..runtime.progress import Reporter
 from .generation import Choices
 from .text_classifier import TextClassifier
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..runtime.schedule import Mode
     from ..runtime.session import Session
     from .classification import Point
+    from .eval_tasks import TasksRequest
 
 CPU_BATCH = 16
 """Documents at once where nothing is said: on a CPU, and elsewhere."""
@@ -165,6 +166,69 @@ def text_quality(
     return measure(bundle, text, options, limit=limit, reporter=reporter).to_dict()
 
 
+def task_quality(
+    path: Path, request: "TasksRequest", settings: Mapping[str, Any], reporter: Reporter
+) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness; return the keys of `eval --tasks --json`. Raises AdaptError without it."""
+    from ..runtime.task_quality import SEED, TaskSettings, check_harness  # noqa: PLC0415
+    from ..runtime.task_quality import task_quality as measure  # noqa: PLC0415
+
+    check_harness()
+    asked = {name: getattr(request, name) for name in ("include", "few_shot", "limit", "batch_size", "chat", "system")}
+    seed = SEED if request.seed is None else request.seed
+    tasks = TaskSettings(request.names, seed=seed, full_depth=request.full_depth, **asked)
+    return measure(open_session(path, settings, reporter), tasks, reporter)
+
+
+def tune(path: Path, values: Mapping[str, Any], settings: Mapping[str, Any], reporter: Reporter) -> dict[str, Any]:
+    """Tune a bundle; return the keys of `tune --json`.
+
+    `values` are fields of TuneRequest, `settings` of SessionOptions. Raises UsageError for what cannot be asked.
+    """
+    from ..convert.tune_request import TuneRequest  # noqa: PLC0415
+    from ..runtime.options import SessionOptions  # noqa: PLC0415
+
+    request = TuneRequest(path, options=SessionOptions(**settings), **values)
+    from ..convert.tune import tune as carry_out  # noqa: PLC0415 - torch, after the request was checked
+
+    return carry_out(request, reporter).to_dict()
+
+
+def bench(
+    path: Path,
+    values: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    *,
+    memory: bool,
+    reporter: Reporter,
+) -> dict[str, Any]:
+    """Race a bundle that generates; return the keys of `bench --json`.
+
+    `values` are fields of BenchOptions, `settings` of SessionOptions, `sampling` of Sampling.
+    """
+    from ..runtime.options import SessionOptions  # noqa: PLC0415
+
+    session = SessionOptions(**settings)
+    from ..runtime.bench_bundle import BenchOptions  # noqa: PLC0415 - torch, after the options were checked
+    from ..runtime.bench_report import bench as measure  # noqa: PLC0415
+    from ..runtime.sampling import Sampling  # noqa: PLC0415
+
+    options = BenchOptions(session=session, sampling=Sampling(**sampling), **values)
+    found = measure(path, options, memory=memory, reporter=reporter)
+    return {"machine": machine(), **found}
+
+
+def texts(inputs: Sequence[str], field: str | None) -> "list[str | Sequence[str]]":
+    """Return the texts (or sentences) of all rows that have one. Raises UsageError, FormatError for bad files."""
+    from ..runtime.row_content import CLASSIFY_KEYS  # noqa: PLC0415
+    from ..runtime.rows import check_inputs, read_rows  # noqa: PLC0415
+
+    check_inputs(inputs)
+    rows = read_rows(inputs, field_name=field, keys=CLASSIFY_KEYS)
+    return [cast("str | list[str]", row.content) for row in rows if row.content is not None]
+
+
 def labelled(path: Path, field: str | None, label_field: str, labels: Sequence[str]) -> "LabelledData":
     """Read labelled rows. Raises UsageError, FormatError; also for a label that is not among `labels`."""
     from ..convert.labelled import read_labelled  # noqa: PLC0415
@@ -213,14 +277,4 @@ def generation_options(choices: Choices, *, row: int = 0) -> "GenerationOptions"
 
 def peak_memory() -> int:
     """Return the most memory this process has had so far, in bytes; that of the GPU where one was used."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_reserved())
-    if sys.platform == "win32":
-        import psutil  # noqa: PLC0415
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource  # noqa: PLC0415 - not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+    return process.peak_memory()

@@ -139,17 +139,18 @@ def compare(
     *,
     batch_size: int,
     reporter: Reporter,
+    chunk: int | None = None,
 ) -> Comparison:
-    """Take all rows through every mode. Raises UsageError where no row has a token."""
+    """Take all rows through every mode, `chunk` rows at a time. Raises UsageError where no row has a token."""
     tallies = {name: Tally(mode, Confusion(classifier.labels)) for name, mode in modes.items()}
     found = Comparison(tallies, batch_size)
     _warm_up(classifier, rows.some(0, batch_size), tallies, batch_size)
-    size = CHUNK_BATCHES * batch_size
+    size = chunk or CHUNK_BATCHES * batch_size
     with reporter.task("Rows", len(rows)) as task:
         for number, start in enumerate(range(0, len(rows), size)):
-            chunk = rows.some(start, size)
-            _chunk(classifier, chunk, _turn(tallies, number), found)
-            task.advance(len(chunk))
+            part = rows.some(start, size)
+            _chunk(classifier, part, _turn(tallies, number), found)
+            task.advance(len(part))
     if any(not tally.confusion.rows for tally in tallies.values()):
         raise UsageError("no row has a text that can be read", found.first_unreadable)
     return found

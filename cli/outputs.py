@@ -1,0 +1,39 @@
+"""Where the figures of a measurement go: a page or JSON on stdout, a Markdown page, a picture. Knows no figures."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from . import plots
+from .writing import check_new, write_whole
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is written besides the page."""
+
+    plot: Path | None = None
+    report: Path | None = None
+    force: bool = False
+    as_json: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError, AdaptError for what can be known to fail before the work."""
+        for path in (self.report, self.plot):
+            check_new(path, force=self.force)
+        if self.plot is not None:
+            plots.check(self.plot)
+
+    def publish(self, result: Mapping[str, Any], page: Iterable[str], report: Iterable[str]) -> None:
+        """Write the Markdown page where asked for, and the page or JSON on stdout."""
+        if self.report is not None:
+            write_whole(self.report, "\n".join(report) + "\n")
+        if self.as_json:
+            typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
+            return
+        for line in page:
+            typer.echo(line.rstrip())
