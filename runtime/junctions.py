@@ -33,6 +33,7 @@ class Adapter:
 
     def __init__(self, up: Tensor, down: Tensor) -> None:
         self._up, self._down = DenseLinear(up), DenseLinear(down)
+        self.nbytes = self._up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """From x [..., hidden] to the same shape and dtype."""
@@ -45,6 +46,7 @@ class Router:
     def __init__(self, tensors: Mapping[str, Tensor], eps: float) -> None:
         self._inner = DenseLinear(tensors["inner.weight"], tensors["inner.bias"])
         self._outer = DenseLinear(tensors["outer.weight"], tensors["outer.bias"])
+        self.nbytes = self._inner.nbytes + self._outer.nbytes
         self._norm = RMSNorm(tensors["norm.weight"], eps, offset=False)
         self._weight, self._bias = tensors["head.weight"], tensors["head.bias"]
         self._trained = self._weight.requires_grad
