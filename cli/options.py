@@ -18,8 +18,8 @@ RIVER = "River"
 TRAINING = "Training (rcla, 2dee)"
 RCLA = "R-CLA"
 TWODEE = "2D early exit"
-
 NVIUM = "N-vium"
+
 DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
@@ -200,14 +200,6 @@ def opening(
         Literal["exit", "dense"],
         typer.Option("--prefill", rich_help_panel=RIVER, help="Prompts leave by the rule, or run through all blocks."),
     ] = "exit",
-    chat_template: Annotated[
-        str | None,
-        typer.Option("--chat-template", metavar="FILE|NAME", help="A chat template: a jinja file, or a built-in name."),
-    ] = None,
-    cache_dir: CacheDir = None,
-) -> dict[str, Any]:
-    """Return how a bundle is opened; the names are those of `runtime.options.SessionOptions`."""
-    return dict(locals())
     per_exit_truncation: Annotated[
         bool,
         typer.Option(
@@ -234,3 +226,11 @@ def opening(
             help="Tokens that may wait at an exit; the text is the same.",
         ),
     ] = 64,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="FILE|NAME", help="A chat template: a jinja file, or a built-in name."),
+    ] = None,
+    cache_dir: CacheDir = None,
+) -> dict[str, Any]:
+    """Return how a bundle is opened; the names are those of `runtime.options.SessionOptions`."""
+    return dict(locals())
