@@ -8,72 +8,32 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from . import eval_labels, eval_text
-from .classification import GENERATION, Asked, comparison, refuse
+from . import eval_labels, eval_prompts, eval_tasks, eval_text
+from .classification import Asked, comparison
 from .console import make_reporter
-from .eval_labels import LabelsRequest
+from .eval_options import Chat, Field, Labels, Limit, Prompts, Tasks, Text, outputs, refuse_others
+from .generation import Choices, System, sampling
 from .groups import Group
-from .options import Force, Json, opening
+from .options import Json, opening
+from .reports import Outputs
 
-EXAMPLES = eval_text.EXAMPLES + eval_labels.EXAMPLES
-
-
-TEXT = "Text"
-LABELS = "Labelled rows"
-_TEXT_ONLY = ("limit_tokens",)
-_ANSWERING = ("prefill", "chat_template")
-"""Options of opening a bundle that mean nothing to a text which is only read."""
-_LABELS_ONLY = ("field", "label_field", "limit", "report", "plot", "threshold", "max_drop", "batch_size", "force")
-
-
-def labelled(
-    *,
-    labels: Annotated[
-        Path | None,
-        typer.Option("--labels", metavar="FILE", rich_help_panel=LABELS, help="Labelled rows: jsonl, csv, tsv, .gz."),
-    ] = None,
-    field: Annotated[
-        str | None,
-        typer.Option(
-            "--field", metavar="NAME", rich_help_panel=LABELS, help="Key or column of the text (default: text)."
-        ),
-    ] = None,
-    label_field: Annotated[
-        str, typer.Option("--label-field", metavar="NAME", rich_help_panel=LABELS, help="Key or column of the label.")
-    ] = "label",
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, metavar="N", rich_help_panel=LABELS, help="Only N rows, evenly over the file."),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FILE.md", rich_help_panel=LABELS, help="Write a Markdown page as well."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", rich_help_panel=LABELS, help="Draw where documents stopped."),
-    ] = None,
-    force: Force = False,
-) -> LabelsRequest | None:
-    """Read the options of labelled rows; None without any rows."""
-    if labels is None:
-        return None
-    return LabelsRequest(labels, field, label_field, limit, report, plot, force)
+EXAMPLES = eval_text.EXAMPLES + eval_labels.EXAMPLES + eval_tasks.EXAMPLES + eval_prompts.EXAMPLES
 
 
 def command(
     ctx: typer.Context,
     bundle: Annotated[Path, typer.Argument(help="The bundle's folder.", metavar="BUNDLE")],
     *,
-    text: Annotated[
-        Path | None,
-        typer.Option("--text", metavar="FILE", rich_help_panel=TEXT, help="A UTF-8 text to predict; - is stdin."),
-    ] = None,
-    limit_tokens: Annotated[
-        int | None,
-        typer.Option("--limit-tokens", min=2, metavar="N", rich_help_panel=TEXT, help="Read only so much of it."),
-    ] = None,
-    rows: Annotated[LabelsRequest | None, Group(labelled)],
+    text: Text,
+    labels: Labels,
+    tasks: Tasks,
+    prompts: Prompts,
+    field: Field = None,
+    limit: Limit = None,
+    chat: Chat = False,
+    system: System = None,
+    files: Annotated[Outputs, Group(outputs)],
+    choices: Annotated[Choices, Group(sampling)],
     asked: Annotated[Asked, Group(comparison)],
     settings: Annotated[dict[str, Any], Group(opening)],
     as_json: Json = False,
@@ -85,16 +45,28 @@ def command(
 
     On labelled rows (2dee bundles): accuracy, macro-F1, work and rows a second of full, 1D and 2D side by side, and
     where documents stopped.
+
+    On tasks: those of lm-evaluation-harness, which must be installed. On prompts: completions, for the checker of
+    another program to judge.
     """
-    if (text is None) == (rows is None):
-        what = "There is nothing to measure with" if text is None else "--text and --labels exclude each other"
-        raise UsageError(what, "Give a text with --text FILE, or labelled rows with --labels FILE")
-    reporter = make_reporter(ctx.obj)
-    if rows is not None:
-        refuse(ctx, (*_TEXT_ONLY, *GENERATION), "is for --text")
-        rows = replace(rows, command=shlex.join(["adapt", *ctx.obj.args]))
-        eval_labels.evaluate_labels(bundle, rows, settings, asked, reporter=reporter, as_json=as_json)
-    elif text is not None:
-        refuse(ctx, _LABELS_ONLY, "is for --labels")
-        refuse(ctx, _ANSWERING, "is for run and chat")
-        eval_text.evaluate_text(bundle, text, settings, limit=limit_tokens, reporter=reporter, as_json=as_json)
+    ways = {"--text": text, "--labels": labels, "--tasks": tasks, "--prompts": prompts}
+    given = [way for way, asked_for in ways.items() if asked_for is not None]
+    if len(given) != 1:
+        what = f"{given[0]} and {given[1]} exclude each other" if given else "There is nothing to measure with"
+        raise UsageError(what, "Give --text, --labels, --tasks or --prompts")
+    refuse_others(ctx, given[0])
+    files = replace(files, command=shlex.join(["adapt", *ctx.obj.args]))
+    common: dict[str, Any] = {"outputs": files, "as_json": as_json}
+    if text is not None:
+        eval_text.evaluate_text(bundle, text, settings, reporter=make_reporter(ctx.obj), **common)
+    elif labels is not None:
+        labels = replace(labels, field=field, limit=limit)
+        eval_labels.evaluate_labels(bundle, labels, settings, asked, reporter=make_reporter(ctx.obj), **common)
+    elif tasks is not None:
+        extra = {"limit": limit, "batch_size": asked.batch_size, "seed": choices.seed}
+        tasks = replace(tasks, **extra, chat=chat, system=system)
+        eval_tasks.evaluate_tasks(bundle, tasks, settings, reporter=make_reporter(ctx.obj), **common)
+    elif prompts is not None:
+        prompts = replace(prompts, field_name=field, force=files.force)
+        prompts = replace(prompts, limit=limit, chat=chat, batch_size=asked.batch_size)
+        eval_prompts.complete_prompts(bundle, prompts, settings, choices, system=system, state=ctx.obj)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ from ..runtime.progress import Reporter
 from . import plots, services
 from .classification import Asked, Point, choose_one_d, choose_two_d, full
 from .heat import Stops, heat_map, shades
+from .reports import Outputs, head
+from .tables import aligned, markdown
 from .text_classifier import TextClassifier
-from .writing import check_new, write_whole
 
 if TYPE_CHECKING:
     from ..runtime.methods import TwoDee
@@ -37,23 +38,12 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class LabelsRequest:
-    """Which rows, and what is written besides the page. `command` is what was typed."""
+    """Which rows."""
 
     labels: Path
     field: str | None = None
     label_field: str = "label"
     limit: int | None = None
-    report: Path | None = None
-    plot: Path | None = None
-    force: bool = False
-    command: str = "adapt eval"
-
-    def check(self) -> None:
-        """Raise UsageError for what can be known to fail before a model is loaded."""
-        for path in (self.report, self.plot):
-            check_new(path, force=self.force)
-        if self.plot is not None:
-            plots.check(self.plot)
 
 
 def evaluate_labels(
@@ -62,6 +52,7 @@ def evaluate_labels(
     settings: Mapping[str, Any],
     asked: Asked,
     *,
+    outputs: Outputs,
     reporter: Reporter,
     as_json: bool = False,
 ) -> None:
@@ -69,7 +60,7 @@ def evaluate_labels(
     twodee = services.twodee(bundle)
     if twodee is None:
         raise UsageError(f"{bundle} generates; it has no labels", "Measure it with --text FILE")
-    request.check()
+    outputs.check()
     points: dict[str, Point] = {"dense": full(twodee), "one_d": choose_one_d(twodee, asked)}
     two_d = choose_two_d(twodee, asked)
     points |= {} if two_d is None else {"two_d": two_d}
@@ -88,7 +79,7 @@ def evaluate_labels(
         reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
     result = summary(found, points, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
     result["use"] = twodee.use
-    _publish(request, result, as_json=as_json)
+    _publish(outputs, result, as_json=as_json)
 
 
 def used_for(twodee: "TwoDee", sha256: str) -> str | None:
@@ -126,11 +117,10 @@ def summary(
     }
 
 
-def _publish(request: LabelsRequest, result: Mapping[str, Any], *, as_json: bool) -> None:
-    if request.plot is not None:
-        plots.save(request.plot, stops_of(result), result["layers"], title=result["data"]["bundle"])
-    if request.report is not None:
-        write_whole(request.report, "\n".join(report(request, result)) + "\n")
+def _publish(outputs: Outputs, result: Mapping[str, Any], *, as_json: bool) -> None:
+    if outputs.plot is not None:
+        plots.save(outputs.plot, stops_of(result), result["layers"], title=result["data"]["bundle"])
+    outputs.write_report(report(outputs.command, result))
     if as_json:
         typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
         return
@@ -197,48 +187,29 @@ def classes(result: Mapping[str, Any]) -> list[list[str]]:
     return table
 
 
-def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a table's lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = list(zip(row, widths, strict=True))
-        yield "   ".join([cells[0][0].ljust(cells[0][1]), *(cell.rjust(size) for cell, size in cells[1:])])
-
-
-def report(request: LabelsRequest, result: Mapping[str, Any]) -> Iterator[str]:
+def report(command: str, result: Mapping[str, Any]) -> Iterator[str]:
     """Yield a Markdown page: the command, the machine, the tables, the confusion matrix, the map."""
-    data, machine = result["data"], result["machine"]
-    yield f"# {data['bundle']} on {data['name']}"
-    yield ""
-    yield f"`{request.command}`"
-    yield ""
-    yield f"{result['rows']} rows (sha256 of the file {data['sha256'][:16]}), {result['batch_size']} documents at once."
-    yield "Chunks of rows went through full, 1D and 2D in turn in one process; times include reading the texts."
-    yield "Nothing is random: there is no seed."
-    yield ""
-    yield ", ".join(f"{name} {value}" for name, value in machine.items()) + "."
-    yield ""
-    yield from _markdown(comparison(result))
+    data = result["data"]
+    about = [
+        f"{result['rows']} rows (sha256 of the file {data['sha256'][:16]}), {result['batch_size']} documents at once.",
+        "Chunks of rows went through full, 1D and 2D in turn in one process; times include reading the texts.",
+        "Nothing is random: there is no seed.",
+    ]
+    yield from head(f"{data['bundle']} on {data['name']}", command, about, result["machine"])
+    yield from markdown(comparison(result))
     yield ""
     yield from _remarks(result)
     yield ""
-    yield from _markdown(classes(result))
+    yield from markdown(classes(result))
     yield ""
     yield "Rows by label (downwards) and answer (to the right):"
     yield ""
     names = result["labels"]
     lines = ([name, *map(str, row)] for name, row in zip(names, result["confusion"], strict=True))
-    yield from _markdown([["", *names], *lines])
+    yield from markdown([["", *names], *lines])
     yield ""
     yield "Where documents stopped:"
     yield ""
     yield "```"
     yield from heat_map(stops_of(result), result["layers"])
     yield "```"
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    first, *others = ([cell.replace("|", "\\|") for cell in row] for row in table)
-    yield f"| {' | '.join(first)} |"
-    yield f"|---{'|--:' * (len(first) - 1)}|"
-    yield from (f"| {' | '.join(row)} |" for row in others)

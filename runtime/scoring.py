@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, UsageError
 from .cache import PassStore
-from .decoder import Decoder
 from .dense import Dense
 from .generate import Model
+from .lossless import LosslessRiver
+from .nvium import Nvium, Reading
 from .quality import LOGIT_BYTES, TOKENS_AT_ONCE
 from .river import River
 
@@ -43,7 +44,8 @@ class Score:
 class Read:
     """Sequences that a model has read: what it would say behind each of the B * S places.
 
-    `depths` int64 [B * S], in blocks; `log_probs` maps places [R] to float32 log-probabilities [R, V].
+    `depths` float32 [B * S], in blocks (of a mixture, the expected depth); `log_probs` maps places [R] to float32
+    log-probabilities [R, V].
     """
 
     depths: Tensor
@@ -64,17 +66,34 @@ class Reader:
 
 def reader_of(model: Model) -> Reader:
     """Return how a model reads. Raises UnsupportedError for one that has no such way."""
-    if not isinstance(model, Dense | River):
+    if isinstance(model, LosslessRiver):
+        model = Dense(model.decoder)
+    if not isinstance(model, Dense | River | Nvium):
         raise UnsupportedError(f"{type(model).__name__} cannot be scored token by token")
     arch = model.decoder.arch
-    return Reader(arch.num_layers, arch.vocab_size, _river(model) if isinstance(model, River) else _dense(model))
+    ways = {River: _river, Nvium: _mixture}
+    return Reader(arch.num_layers, arch.vocab_size, ways.get(type(model), _dense)(model))
+
+
+class LastExit(Dense):
+    """The last exit of a mixture alone: every token through all blocks."""
+
+    def __init__(self, model: Nvium) -> None:
+        super().__init__(model.decoder)
+        self._exits = model.exits
+
+    def logits(self, h: Tensor) -> Tensor:
+        """See Dense; the last exit may have an adapter."""
+        return self._exits.logits(self._exits.last(h))
 
 
 def full_depth(model: Model) -> Model:
-    """Return the backbone of a model with every token through all blocks; the same one where it has no exits.
+    """Return a model with every token through all blocks: the same one where it has no exits, a mixture's last exit.
 
     Raises UsageError where blocks were dropped, which cannot run.
     """
+    if isinstance(model, Nvium):
+        return LastExit(model)
     if not isinstance(model, River):
         return model
     count = model.decoder.arch.num_layers
@@ -83,43 +102,65 @@ def full_depth(model: Model) -> Model:
     return Dense(model.decoder)
 
 
-def _dense(model: Dense) -> Callable[[Tensor, Sequence[int]], Read]:
+ReadIds = Callable[[Tensor, Sequence[int]], Read]
+
+
+def _dense(model: Dense) -> ReadIds:
     decoder = model.decoder
 
     def read(ids: Tensor, counts: Sequence[int]) -> Read:
         ids = ids.to(decoder.device)
         h = decoder.run(decoder.embed(ids), decoder.step(None, ids, counts), PassStore(decoder.arch)).flatten(0, 1)
-        return Read(torch.full((ids.numel(),), decoder.arch.num_layers), _by_head(decoder, h))
+        return Read(torch.full((ids.numel(),), float(decoder.arch.num_layers)), _by(model.logits, h))
 
     return read
 
 
-def _river(model: River) -> Callable[[Tensor, Sequence[int]], Read]:
+def _river(model: River) -> ReadIds:
     decoder = model.decoder
 
     def read(ids: Tensor, counts: Sequence[int]) -> Read:
         ids = ids.to(decoder.device)
         h, depths = model.climb_rows(decoder.embed(ids), decoder.step(None, ids, counts), PassStore(decoder.arch))
-        return Read(depths.flatten().cpu(), _by_head(decoder, h.flatten(0, 1)))
+        return Read(depths.flatten().cpu().float(), _by(decoder.logits, h.flatten(0, 1)))
 
     return read
 
 
-def _by_head(decoder: Decoder, h: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda places: decoder.logits(h[places.to(h.device)]).log_softmax(-1)
+def _by(logits: Callable[[Tensor], Tensor], h: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda places: logits(h[places.to(h.device)]).log_softmax(-1)
+
+
+def _mixture(model: Nvium) -> ReadIds:
+    ends = torch.tensor([*model.junctions.points, model.decoder.arch.num_layers], dtype=torch.float32)
+
+    def read(ids: Tensor, counts: Sequence[int]) -> Read:
+        found = model.read(ids, counts=counts)
+        weights = found.log_weights.flatten(1)
+        return Read(ends @ weights.exp().cpu(), lambda places: picked(found, places).log_probabilities(slice(None))[0])
+
+    return read
+
+
+def picked(reading: Reading, places: Tensor | slice) -> Reading:
+    """Return some places of all B * S, as one sequence."""
+    places = places.to(reading.log_weights.device) if isinstance(places, Tensor) else places
+    states = (x.flatten(0, 1)[None, places] for x in reading.states)
+    return Reading(reading.exits, reading.log_weights.flatten(1)[:, None, places], tuple(states))
 
 
 class Scorer:
     """Scores passages, some at once: those of like length together, and equal inputs only once.
 
     `batch_size`: sequences at once, None for as many as TOKENS_AT_ONCE hold. `depths` counts predicted tokens by the
-    depth at which the token before them left, from 1.
+    depth at which the token before them left, from 1; an expected depth counts at the nearest. `blocks` is their sum.
     """
 
     def __init__(self, reader: Reader, *, batch_size: int | None = None) -> None:
         self._reader = reader
         self._batch_size = batch_size
         self.depths = torch.zeros(reader.layers, dtype=torch.int64)
+        self.blocks = 0.0
 
     def score(self, passages: Sequence[Passage], advance: Callable[[int], None] = lambda _: None) -> list[Score]:
         """Score in the order given; `advance` hears how many more passages are done."""
@@ -151,7 +192,9 @@ class Scorer:
         asked = [(row * width, place, passage) for row, group in enumerate(groups) for place, passage in group]
         rows = torch.cat([torch.arange(at + passage.first - 1, at + len(passage.ids) - 1) for at, _, passage in asked])
         targets = torch.cat([torch.tensor(passage.ids[passage.first :]) for _, _, passage in asked])
-        self.depths += torch.bincount(read.depths[rows] - 1, minlength=len(self.depths))
+        depths = read.depths[rows]
+        self.blocks += float(depths.double().sum())
+        self.depths += torch.bincount(depths.round().long() - 1, minlength=len(self.depths))
         logs, best = self._pick(read, rows, targets)
         sizes = [len(passage.ids) - passage.first for _, _, passage in asked]
         parts = zip(asked, logs.split(sizes), best.split(sizes), strict=True)

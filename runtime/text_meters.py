@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from . import nvium
 from .bundle import Bundle
 from .decoder import Decoder
 from .dense import Dense
 from .exits import ExitPolicy, FixedExit
 from .generate import Model
+from .lossless import LosslessRiver
 from .methods import Rcla
+from .nvium import Nvium
 from .quality import Track, push
 from .river import River
 from .routing import Ladder
+from .scoring import picked
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Meter(Protocol):
 
 def meter_of(model: Model, bundle: Bundle) -> Meter:
     """Return how a bundle's model is measured. Raises UsageError for one that cannot be."""
+    if isinstance(model, LosslessRiver):
+        raise UsageError("A lossless river says what the dense model says", "Leave out --lossless, or give --tau 1.")
+    if isinstance(model, Nvium):
+        return MixtureMeter(model)
     if isinstance(model, Dense | River):
         return LadderMeter(model, shares=bundle.manifest.method(Rcla) is not None)
     raise UsageError(f"{bundle.path} cannot be measured on a text", "Measure it with --labels.")
@@ -132,6 +140,42 @@ def _ways(model: Dense | River, *, shares: bool) -> list[ExitPolicy]:
 def _score(decoder: Decoder, hidden: Sequence[Tensor], part: slice, wanted: Tensor) -> RowScores:
     logs = [decoder.logits(h[part]).log_softmax(-1) for h in hidden]
     return row_scores(logs[-1], logs[0] if len(logs) > 1 else None, wanted.to(hidden[0].device))
+
+
+class MixtureMeter:
+    """A mixture of exits (N-vium): its likelihood, that of each exit alone, and the last one as full depth.
+
+    Depths are expected ones: a token counts at every exit with the weight that the mixture gives it.
+    """
+
+    compares = True
+
+    def __init__(self, model: Nvium) -> None:
+        self._model = model
+        arch = model.decoder.arch
+        self.layers, self.vocab = arch.num_layers, arch.vocab_size
+        self.exits: Sequence[int] = (*model.junctions.points, arch.num_layers)
+
+    def read(self, ids: Tensor) -> Reading:
+        """See `Meter`."""
+        found = self._model.read(ids)
+        depths = torch.zeros(self.layers, dtype=torch.float64)
+        masses = found.log_weights.double().exp().flatten(1).sum(1).cpu()
+        depths[torch.tensor(self.exits) - 1] = masses
+        # The last place of a sequence predicts nothing.
+        predicting = nvium.Reading(found.exits, found.log_weights[..., :-1], tuple(x[:, :-1] for x in found.states))
+        return Reading(depths, 3, lambda part, wanted: _score_mixture(picked(predicting, part), wanted))
+
+
+def _score_mixture(found: nvium.Reading, wanted: Tensor) -> RowScores:
+    own = found.log_probabilities(slice(None))[0]
+    wanted = wanted.to(own.device)
+    nlls: list[Tensor] = []
+    last = own
+    for last in (logs[0] for logs in found.by_exit(slice(None))):
+        nlls.append(-last.gather(-1, wanted[:, None])[:, 0].double().sum())
+    masses = found.log_weights[:, 0].double().exp().sum(-1)
+    return row_scores(own, last, wanted, torch.stack([masses, torch.stack(nlls)]))
 
 
 def row_scores(own: Tensor, dense: Tensor | None, wanted: Tensor, exits: Tensor | None = None) -> RowScores:

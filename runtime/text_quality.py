@@ -94,7 +94,7 @@ def text_quality(
         raise UsageError("The text has less than two tokens", "Give a longer one.")
     if max(ids) >= arch.vocab_size:
         raise FormatError(f"the tokenizer knows token {max(ids)}, the model only {arch.vocab_size}")
-    sums = _Sums(meter_of(load_model(bundle, options, reporter), bundle), positions=length)
+    sums = Sums(meter_of(load_model(bundle, options, reporter), bundle), positions=length)
     with reporter.task("Measure the quality", len(ids)) as task:
         for rows in windows(ids, length, bos):
             sums.add(rows)
@@ -116,7 +116,7 @@ def windows(ids: Sequence[int], length: int, bos: int | None) -> Iterator[Tensor
         yield torch.tensor([rest])
 
 
-class _Sums:
+class Sums:
     """Sums over the sequences seen so far. `positions`: tokens of the longest sequence."""
 
     def __init__(self, meter: Meter, *, positions: int) -> None:

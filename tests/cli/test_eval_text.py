@@ -1,5 +1,6 @@
 """`adapt eval --text`: what is printed, and which texts are refused."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +19,18 @@ FOUND = {
     "agreement": 0.951,
     "mean_depth": 2.5,
     "exit_histogram": [0, 500, 500, 0],
-    "by_position": [
-        {"first": 1, "last": 1, "tokens": 10, "perplexity": 99.5},
-        {"first": 2, "last": 3, "tokens": 990, "perplexity": 17.0},
-    ],
+    "by_position": [],
 }
+CURVE = (
+    {"first": 1, "last": 1, "tokens": 10, "perplexity": 99.5},
+    {"first": 2, "last": 3, "tokens": 990, "perplexity": 17.0},
+)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
+    FOUND["by_position"] = [dict(part) for part in CURVE]
 
     def measure(path: Path, text: str, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
         calls.append({"path": path, "text": text, **settings, **options})
@@ -90,6 +93,35 @@ def test_what_would_change_nothing_is_refused(
     assert code == 2
     assert option[0] in err
     assert not asked
+
+
+def test_report_and_picture(adapt: Invoke, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    text, report, plot = tmp_path / "t.txt", tmp_path / "r.md", tmp_path / "p.png"
+    text.write_text("river", encoding="utf-8")
+    found = FOUND["by_position"]
+    for part in found:
+        part["dense_perplexity"] = part["perplexity"] - 1
+    code, out, err = adapt("eval", "b", "--text", text, "--report", report, "--plot", plot)
+    assert (code, err) == (0, "")
+    assert ["2-3", "17", "16", "990"] in [line.split() for line in out.splitlines()]
+    page = report.read_text("utf-8")
+    assert page.startswith(f"# b on t.txt\n\n`adapt eval b --text {text} --report {report} --plot {plot}`\n")
+    assert hashlib.sha256(b"river").hexdigest()[:16] in page
+    assert "torch " in page
+    assert "| perplexity | 18.25 |" in page
+    assert "| 2-3 | 17 | 16 | 990 |" in page
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "Replace it with --force" in adapt("eval", "b", "--text", text, "--report", report)[2]
+    assert len(asked) == 1
+
+
+def test_exits_of_a_mixture(adapt: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    exits = [{"depth": 2, "mass": 0.25, "perplexity": 30.0}, {"depth": 4, "mass": 0.75, "perplexity": 17.5}]
+    monkeypatch.setattr(services, "text_quality", lambda *_a, **_k: {**FOUND, "exits": exits})
+    lines = [line.split() for line in adapt("eval", "b", "--text", "-", stdin="text")[1].splitlines()]
+    assert ["last", "exit", "alone", "17.5"] in lines
+    assert ["expected", "depth", "2.5", "of", "4"] in lines
+    assert lines[lines.index(["exits"]) + 2 :][:2] == [["2", "25.0%", "30"], ["4", "75.0%", "17.5"]]
 
 
 def test_something_must_be_given(adapt: Invoke, asked: list[dict[str, Any]]) -> None:

@@ -1,6 +1,8 @@
 """Teacher-forced scores: what decoding token by token would have said, however passages are batched."""
 
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from adapt_llm.runtime.models import load_model
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.scoring import Passage, Score, Scorer, full_depth, reader_of
+from adapt_llm.runtime.text_meters import MixtureMeter
+from adapt_llm.runtime.text_quality import Sums
 
 VOCAB, LAYERS = 128, 4
+ORACLE = Path(__file__).parents[1] / "oracle" / "nvium_models.py"
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +127,70 @@ def test_what_cannot_be_scored(river: River, built: Path) -> None:
     dropped = load_model(Bundle.open(built), SessionOptions(dtype="fp32", device="cpu", resident=2))
     with pytest.raises(UsageError, match="2 are resident"):
         full_depth(dropped)
+
+
+@pytest.fixture(scope="module")
+def nvium_models() -> ModuleType:
+    """tests/oracle/nvium_models.py: the mixture written out plainly (test folders are no packages)."""
+    spec = importlib.util.spec_from_file_location("nvium_models", ORACLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+POINTS = (1, 3)
+
+
+@pytest.mark.parametrize("final_adapter", [False, True])
+def test_a_mixture_is_scored_as_a_whole(river: River, nvium_models: ModuleType, final_adapter: bool) -> None:
+    decoder, asked = river.decoder, passages(6, seed=8)
+    tensors = nvium_models.junction_tensors(decoder, POINTS, final_adapter=final_adapter)
+    model = nvium_models.model(decoder, POINTS, tensors)
+    scorer, dense = Scorer(reader_of(model), batch_size=4), Scorer(reader_of(full_depth(model)))
+    whole, last = scorer.score(asked), dense.score(asked)
+    blocks = 0.0
+    with torch.inference_mode():
+        for passage, score, end in zip(asked, whole, last, strict=True):
+            places = torch.arange(passage.first - 1, len(passage.ids) - 1)
+            wanted = torch.tensor(passage.ids[passage.first :])
+            mixture = nvium_models.mixture(decoder, POINTS, tensors, passage.ids[:-1])[places]
+            weights, parts = nvium_models.exits(decoder, POINTS, tensors, passage.ids[:-1])
+            assert score.log_prob == pytest.approx(float(mixture.log().gather(1, wanted[:, None]).sum()), abs=1e-3)
+            assert score.greedy == bool((mixture.argmax(-1) == wanted).all())
+            exit_log = parts[-1][places].log().gather(1, wanted[:, None]).sum()
+            assert end.log_prob == pytest.approx(float(exit_log), abs=1e-3)
+            blocks += sum(float(w[places].sum()) * depth for w, depth in zip(weights, (*POINTS, LAYERS), strict=True))
+    assert scorer.blocks == pytest.approx(blocks, rel=1e-4)
+    assert 1 < scorer.blocks / int(scorer.depths.sum()) < LAYERS
+
+
+def test_a_text_measures_every_exit_of_a_mixture(river: River, nvium_models: ModuleType) -> None:
+    decoder, ids = river.decoder, [list(range(7, 20)), list(range(40, 66, 2))]
+    tensors = nvium_models.junction_tensors(decoder, POINTS)
+    meter = MixtureMeter(nvium_models.model(decoder, POINTS, tensors))
+    sums = Sums(meter, positions=13)
+    sums.add(torch.tensor(ids))
+    found = sums.result()
+    nll, masses, nlls, last = [], torch.zeros(3), torch.zeros(3), []
+    depths = torch.zeros(3)
+    with torch.inference_mode():
+        for row in ids:
+            wanted = torch.tensor(row[1:])[:, None]
+            weights, parts = nvium_models.exits(decoder, POINTS, tensors, row)
+            mixture = sum(weight[:, None] * part for weight, part in zip(weights, parts, strict=True))
+            nll.append(-mixture[:-1].log().gather(1, wanted))
+            last.append(-parts[-1][:-1].log().gather(1, wanted))
+            masses += torch.stack([weight[:-1].sum() for weight in weights])
+            depths += torch.stack([weight.sum() for weight in weights])
+            nlls += torch.stack([-part[:-1].log().gather(1, wanted).sum() for part in parts])
+    count = sum(len(row) - 1 for row in ids)
+    assert found.tokens == count
+    assert found.perplexity == pytest.approx(float(torch.cat(nll).mean().exp()), rel=1e-4)
+    assert found.dense_perplexity == pytest.approx(float(torch.cat(last).mean().exp()), rel=1e-4)
+    assert [part.depth for part in found.exits] == [1, 3, 4]
+    assert [part.mass for part in found.exits] == pytest.approx((masses / count).tolist(), rel=1e-4)
+    assert [part.perplexity for part in found.exits] == pytest.approx((nlls / count).exp().tolist(), rel=1e-4)
+    assert found.mean_depth == pytest.approx(float((depths * torch.tensor([1.0, 3, 4])).sum() / 26), rel=1e-4)
+    assert found.exit_histogram[1] == 0
+    assert sum(found.exit_histogram) == pytest.approx(26, abs=0.01)
+    assert [part.tokens for part in found.by_position] == [2, 4, 8, 10]

@@ -1,0 +1,116 @@
+"""`adapt eval --tasks`: tasks of lm-evaluation-harness under the bundle's exit rule, and at full depth beside it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..errors import UsageError
+from ..runtime.progress import Reporter
+from . import services
+from .charts import histogram
+from .reports import Outputs, head
+from .tables import aligned, markdown
+
+EXAMPLES = """\
+  adapt eval qwen-river --tasks arc_easy,hellaswag --limit 200 --full-depth --report tasks.md
+  adapt eval qwen-river --tasks my_task --include-path ./tasks --num-fewshot 5 --json
+"""
+
+
+@dataclass(frozen=True)
+class TasksRequest:
+    """Which tasks: names that the harness knows, or files; and how."""
+
+    names: tuple[str, ...]
+    include: Path | None = None
+    few_shot: int | None = None
+    limit: int | None = None
+    batch_size: int | None = None
+    seed: int | None = None
+    chat: bool = False
+    system: str | None = None
+    full_depth: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for what can be known to fail before a model is loaded."""
+        if self.include is not None and not self.include.is_dir():
+            raise UsageError(f"{self.include} is no folder", "--include-path takes the folder of your tasks")
+
+
+def evaluate_tasks(
+    bundle: Path,
+    request: TasksRequest,
+    settings: Mapping[str, Any],
+    *,
+    outputs: Outputs,
+    reporter: Reporter,
+    as_json: bool = False,
+) -> None:
+    """Measure and print. `settings` are the fields of SessionOptions. Raises UsageError, AdaptError, AccessError."""
+    if services.twodee(bundle) is not None:
+        raise UsageError(f"{bundle} classifies; tasks need a bundle that generates", "Measure it with --labels FILE")
+    request.check()
+    outputs.check()
+    found = services.task_quality(bundle, request, settings, reporter)
+    result = {"bundle": bundle.name, **found, "machine": services.machine()}
+    outputs.write_report(report(outputs.command, result))
+    if as_json:
+        typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
+        return
+    for line in page(result):
+        typer.echo(line.rstrip())
+
+
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what people read."""
+    yield from aligned(table(result))
+    yield ""
+    yield from _depth(result)
+
+
+def _depth(result: Mapping[str, Any]) -> Iterator[str]:
+    if result["mean_depth"] is None:
+        return
+    yield f"mean depth {result['mean_depth']:.1f} of {result['layers']}, of the tokens that were scored"
+    if sum(1 for count in result["exit_histogram"] if count) > 1:
+        yield from histogram(result["exit_histogram"])
+
+
+def table(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows: a task's metrics, under the exit rule and at full depth."""
+    full = result["full_depth"]
+    rows = [["task", "metric", "rows", "exit rule" if full else "value", *(["full depth"] if full else [])]]
+    for name, task in result["tasks"].items():
+        for metric, figure in task["metrics"].items():
+            beside = [_figure(full["tasks"][name]["metrics"][metric])] if full else []
+            rows.append([name, metric, str(task["samples"] or ""), _figure(figure), *beside])
+    return rows
+
+
+def _figure(figure: Mapping[str, Any]) -> str:
+    error = "" if figure["stderr"] is None else f" ± {figure['stderr']:.4f}"
+    return f"{figure['value']:.4f}{error}"
+
+
+def report(command: str, result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a Markdown page: the command, seeds and versions, the machine, the figures."""
+    shots = "" if result["few_shot"] is None else f", {result['few_shot']} examples before a question"
+    limit = "all rows" if result["limit"] is None else f"the first {result['limit']} rows of each task"
+    about = [
+        f"lm-evaluation-harness {result['harness']}, {limit}{shots}. Every seed is {result['seed']}.",
+        "Continuations are scored token by token, each token leaving where the bundle's rule says so for it alone;",
+        "texts are generated as `adapt run` does. Behind ± is the standard error.",
+    ]
+    yield from head(f"{result['bundle']}: {', '.join(result['tasks'])}", command, about, result["machine"])
+    yield from markdown(table(result))
+    yield ""
+    versions = (f"{name} {task['version']}" for name, task in result["tasks"].items() if task["version"] is not None)
+    yield f"Versions of the tasks: {', '.join(versions) or 'none'}."
+    yield ""
+    yield "```"
+    yield from _depth(result)
+    yield "```"

@@ -1,0 +1,165 @@
+"""How a bundle does on tasks of lm-evaluation-harness: `adapt eval --tasks`. Needs the extra `eval`.
+
+Runs the tasks under the bundle's exit rule and, where asked, at full depth; gathers the harness's figures under stable
+keys. Knows no terminal; what a task is the harness knows.
+"""
+
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import AccessError, AdaptError, UsageError
+from .progress import Reporter
+from .session import Session
+
+SEED = 1234
+"""The harness's own, for the choice of examples; bootstraps use it too."""
+_HARNESS = "lm_eval"
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Which tasks and how. `names` may be files of tasks; `include` is a folder that is searched for more.
+
+    `few_shot` and `limit` None: as each task says, all rows. `chat`: contexts go through the chat template.
+    """
+
+    names: Sequence[str]
+    include: Path | None = None
+    few_shot: int | None = None
+    limit: int | None = None
+    batch_size: int | None = None
+    seed: int = SEED
+    chat: bool = False
+    system: str | None = None
+    full_depth: bool = False
+
+
+def check_harness() -> None:
+    """Raise AdaptError where the harness is not installed."""
+    if importlib.util.find_spec(_HARNESS) is None:
+        raise AdaptError("--tasks needs lm-evaluation-harness", "Install it: pip install 'adapt-llm[eval]'")
+
+
+def task_quality(session: Session, settings: TaskSettings, reporter: Reporter) -> dict[str, Any]:
+    """Run tasks; return the keys of `eval --tasks --json` but those of the machine.
+
+    Raises UsageError for a task that the harness does not know, AccessError where its data cannot be had.
+    """
+    check_harness()
+    with _quiet():
+        found = _run(session, settings, reporter, at_full_depth=False)
+        full = _run(session, settings, reporter, at_full_depth=True) if settings.full_depth else None
+    return {
+        **found,
+        "full_depth": full,
+        "few_shot": settings.few_shot,
+        "limit": settings.limit,
+        "seed": settings.seed,
+        "chat_template": settings.chat,
+        "harness": importlib.metadata.version(_HARNESS),
+    }
+
+
+def _run(session: Session, settings: TaskSettings, reporter: Reporter, *, at_full_depth: bool) -> dict[str, Any]:
+    from lm_eval.evaluator import simple_evaluate  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+
+    from .harness import AdaptLM  # noqa: PLC0415 - imports the harness
+
+    model = AdaptLM.of(
+        session,
+        batch_size=settings.batch_size,
+        at_full_depth=at_full_depth,
+        seed=settings.seed,
+        reporter=reporter,
+    )
+    with _refusals(settings.names):
+        found = simple_evaluate(
+            model=model,
+            tasks=list(settings.names),
+            task_manager=_manager(settings),
+            num_fewshot=settings.few_shot,
+            limit=settings.limit,
+            log_samples=False,
+            apply_chat_template=settings.chat,
+            system_instruction=settings.system,
+            random_seed=settings.seed,
+            numpy_random_seed=settings.seed,
+            torch_random_seed=settings.seed,
+            fewshot_random_seed=settings.seed,
+        )
+    depths = model.scorer.depths.tolist()
+    mean = model.scorer.blocks / sum(depths) if any(depths) else None
+    return {"tasks": _tasks(found), "layers": len(depths), "mean_depth": mean, "exit_histogram": depths}
+
+
+def _manager(settings: TaskSettings) -> Any:  # noqa: ANN401 - the harness has no types
+    from lm_eval.tasks import TaskManager  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+
+    manager = TaskManager(include_path=None if settings.include is None else str(settings.include))
+    known = set(manager.all_tasks)
+    unknown = [name for name in settings.names if name not in known and not Path(name).is_file()]
+    if unknown:
+        hint = "Give names that `lm_eval ls tasks` lists, a file, or --include-path DIR"
+        raise UsageError(f"lm-evaluation-harness knows no task {unknown[0]}", hint)
+    return manager
+
+
+def _tasks(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics by task and by group of tasks; their names are the harness's, `acc,none` without its filter `none`."""
+    return {
+        name: {
+            "samples": found.get("n-samples", {}).get(name, {}).get("effective"),
+            "few_shot": found.get("n-shot", {}).get(name),
+            "version": found.get("versions", {}).get(name),
+            "metrics": dict(_metrics(figures, found.get("higher_is_better", {}).get(name) or {})),
+        }
+        for name, figures in found["results"].items()
+    }
+
+
+def _metrics(figures: Mapping[str, Any], better: Mapping[str, bool | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, value in figures.items():
+        metric, comma, kind = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = figures.get(f"{metric}_stderr,{kind}")
+        yield (
+            metric if kind == "none" else key,
+            {
+                "value": value,
+                "stderr": error if isinstance(error, int | float) else None,
+                "higher_is_better": better.get(metric),
+            },
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness's notices are for its own program; its warnings stay."""
+    logger = logging.getLogger(_HARNESS)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _refusals(names: Sequence[str]) -> Iterator[None]:
+    """What the harness and the data behind its tasks refuse, in one line."""
+    try:
+        yield
+    except AdaptError:
+        raise
+    except (ConnectionError, OSError) as error:
+        what = f"the data of {', '.join(names)} cannot be had: {error}"
+        raise AccessError(what, "Fetch it once online, or use a task with local files (docs/eval.md).") from error
+    except ValueError as error:
+        raise UsageError(f"lm-evaluation-harness refuses {', '.join(names)}: {error}") from error
