@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 MODELS ?= .models
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo chat test lint fix models clean
+.PHONY: help demo chat test bench lint fix models clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, fetch a small model, convert it with River, answer a prompt"
 	@echo "make chat    talk to the demo bundle"
 	@echo "make test    the test suite (set ADAPT_MODELS or run 'make models' for the tests on real models)"
+	@echo "make bench   measure BUNDLES (default: the demo bundle) and write bench-tables.md; see docs/benchmarks.md"
 	@echo "make lint    ruff, basedpyright, import contract"
 	@echo "make fix     ruff --fix and format"
 	@echo "make models  fetch the small real models that the marked tests use"
@@ -45,6 +46,13 @@ chat: demo-bundle/adapt.json
 
 test: $(VENV)/.dev
 	ADAPT_MODELS=$${ADAPT_MODELS:-$(MODELS)} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Run it alone on the machine. TEXT, ROWS and DENSE are optional: see tests/bench/tables.py.
+BUNDLES ?= demo-bundle
+TABLES ?= bench-tables.md
+bench: $(VENV)/.dev $(if $(filter demo-bundle,$(BUNDLES)),demo-bundle/adapt.json)
+	$(BIN)/python tests/bench/tables.py $(TABLES) $(BUNDLES) $(if $(TEXT),--text $(TEXT)) $(if $(ROWS),--rows $(ROWS)) \
+		$(if $(DENSE),--dense $(DENSE)) --against transformers
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

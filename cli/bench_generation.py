@@ -9,7 +9,7 @@ from ..errors import FormatError, UsageError
 from ..runtime.progress import Reporter
 from . import plots, services
 from .charts import histogram, human_bytes
-from .outputs import Outputs
+from .outputs import Outputs, machine_line
 from .tables import aligned, markdown
 
 Trial = Mapping[str, Any]
@@ -86,7 +86,7 @@ def report(result: Mapping[str, Any], command: str) -> Iterator[str]:
 def _about(result: Mapping[str, Any]) -> Iterator[str]:
     machine, settings = result["machine"], result["settings"]
     who = f"{result['base']} as {' + '.join(result['methods'])}, {settings['dtype']}"
-    yield f"{who}; {machine['device']}; torch {machine['torch']}, adapt {machine['adapt']}"
+    yield f"{who}; {machine_line(machine)}"
     rates = sorted({trial["measured_gb_per_s"] for trial in result["trials"]})
     read = f"{rates[0]:g}" if rates[0] == rates[-1] else f"{rates[0]:g} to {rates[-1]:g}"
     rounds = f"{settings['rounds']} rounds of {settings['tokens']} tokens, all in turn in one process"
@@ -145,7 +145,20 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     for trial in result["trials"]:
         if trial["prefill_rounds"] < rounds:
             yield f"prompts of {trial['context']} tokens were timed in {trial['prefill_rounds']} of {rounds} rounds"
+        yield from _counts(trial)
     yield from result["notes"]
+
+
+def _counts(trial: Trial) -> Iterator[str]:
+    """Say what a method counts besides depth."""
+    counts = trial["contenders"]["method"].get("counts", {})
+    if counts.get("drafted"):
+        share = counts.get("accepted", 0) / counts["drafted"]
+        drafted = f"{share:.0%} of {counts['drafted']:.0f} drafted tokens"
+        yield f"{drafted} were accepted, prompts of {trial['context']} tokens"
+    if counts.get("passes"):
+        rows = counts["pass_rows"] / counts["passes"]
+        yield f"a pass above an exit took {rows:.1f} tokens with it on average, prompts of {trial['context']} tokens"
 
 
 def _depths(result: Mapping[str, Any]) -> Iterator[str]:

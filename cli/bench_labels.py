@@ -10,7 +10,7 @@ from ..runtime.label_quality import Comparison, Rows, Tally, compare, spread
 from ..runtime.progress import Reporter
 from . import plots, services
 from .classification import Asked, Point, choose_one_d, choose_two_d, full
-from .outputs import Outputs
+from .outputs import Outputs, machine_line
 from .tables import aligned, markdown
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def report(result: Mapping[str, Any], command: str) -> Iterator[str]:
 
 def _about(result: Mapping[str, Any]) -> Iterator[str]:
     machine, settings = result["machine"], result["settings"]
-    yield f"{result['bundle']}; {machine['device']}; torch {machine['torch']}, adapt {machine['adapt']}"
+    yield f"{result['bundle']}; {machine_line(machine)}"
     yield (
         f"{settings['rows']} rows, {settings['batch_size']} at once, in {settings['chunks']} parts through all ways in "
         "turn, reading included; median (least to largest)"

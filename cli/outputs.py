@@ -37,3 +37,9 @@ class Outputs:
             return
         for line in page:
             typer.echo(line.rstrip())
+
+
+def machine_line(machine: Mapping[str, str]) -> str:
+    """Say in one line what figures depend on: the device, then versions."""
+    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "device")
+    return f"{machine['device']}; {versions}"

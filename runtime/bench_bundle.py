@@ -20,6 +20,7 @@ from .exits import FixedExit
 from .generate import Model
 from .loading import resolve_device, resolve_dtype
 from .manifest import MANIFEST_NAME
+from .methods import Nvium as NviumSettings
 from .methods import Rcla
 from .methods import River as RiverSettings
 from .models import load_dense, load_model
@@ -131,7 +132,9 @@ class Field:
         if self.options.dense is not None:
             return open_dense(self.options.dense, self.options.session, vocabulary=self.bundle.architecture.vocab_size)
         shared = getattr(self._models.get("method"), "decoder", None)
-        if isinstance(shared, Decoder) and len(shared.blocks) == self.bundle.architecture.num_layers:
+        mixture = self.bundle.manifest.method(NviumSettings)
+        sixteen_bit = mixture is None or mixture.blocks == "dense"
+        if sixteen_bit and isinstance(shared, Decoder) and len(shared.blocks) == self.bundle.architecture.num_layers:
             return Dense(shared)  # the same weights: on a GPU there may be no room for two copies
         return load_dense(self.bundle, _plain(self.options.session))
 

@@ -92,6 +92,8 @@ class OneRow:
         )
         depths = [(record.depth,) for record in stream][1:]
         stats = stream.stats
+        passes, rows = sum(stats.pass_rows.values()), sum(size * count for size, count in stats.pass_rows.items())
+        counts = {"drafted": stats.drafted, "accepted": stats.accepted, "passes": passes, "pass_rows": rows}
         return Lap(
             seconds=stats.decode_seconds,
             steps=prompt.tokens,
@@ -99,6 +101,7 @@ class OneRow:
             first_token_seconds=None if stats.reused_tokens else stats.prefill_seconds,
             depths=stats.exit_histogram,
             bytes_read=bytes_read(self._model, depths, prompt.context),
+            counts={name: count for name, count in counts.items() if count},
         )
 
 
@@ -158,9 +161,4 @@ def bytes_read(model: Model, depths: Sequence[Sequence[int | None]], context: in
         return None
     layers = traffic.layers
     passes = ([layers if depth is None else depth for depth in rows] for rows in depths)
-    return float(
-        sum(
-            traffic.weights(rows) + len(rows) * traffic.keys_values(context + number)
-            for number, rows in enumerate(passes, start=1)
-        )
-    )
+    return float(sum(traffic.of_pass(rows, context + number) for number, rows in enumerate(passes, start=1)))

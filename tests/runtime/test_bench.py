@@ -1,7 +1,7 @@
 """The race: order of turns, which figures come out of which laps, what passes must read. No time is asserted."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,8 @@ from adapt_llm.runtime.bandwidth import MemoryReader
 from adapt_llm.runtime.bench import Lap, Trial, race, spread
 from adapt_llm.runtime.bench_bundle import BenchOptions, Field
 from adapt_llm.runtime.bench_report import bench
+from adapt_llm.runtime.junctions import Junctions, junction_tensors
+from adapt_llm.runtime.nvium import Nvium
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.sampling import Sampling
@@ -228,18 +230,18 @@ def test_contexts_beyond_the_positions_are_refused(river: Path) -> None:
 
 
 @pytest.fixture
-def job(river: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def job(river: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The job that `measure` sends to another process, run in this one."""
     sent: dict[str, Any] = {}
 
-    def launch(_command: list[str], *, input: str, **_: Any) -> Any:
-        sent.update(json.loads(input))
+    def launch(_command: list[str], **settings: Any) -> Any:
+        sent.update(json.loads(settings["input"]))
         return type("Done", (), {"returncode": 0, "stdout": json.dumps({"bytes": 7}), "stderr": ""})
 
     monkeypatch.setattr(bench_memory.subprocess, "run", launch)
     options = BenchOptions(session=SessionOptions(tau=0.5, cache_dir=river), contexts=(16, 99), text=TEXT, floor=True)
     assert bench_memory.measure(river, options, "floor") == 7
-    yield sent
+    return sent
 
 
 def test_memory_is_measured_of_one_contender_alone(job: dict[str, Any], river: Path) -> None:
@@ -261,3 +263,25 @@ def test_transformers_on_the_same_files(river: Path) -> None:
     first, again = lane.lap(afresh=True), lane.lap(afresh=False)
     assert (first.first_token_seconds is None, again.first_token_seconds) == (False, None)
     assert (again.steps, again.rows, again.bytes_read) == (3, 1, None)
+
+
+def test_a_mixture_reads_up_to_where_its_rows_left(tiny_model: Callable[[str], Any]) -> None:
+    decoder = tiny_model("llama").decoder
+    arch = decoder.arch
+    points = tuple(range(1, arch.num_layers))
+    tensors = {
+        name: torch.zeros(shape)
+        for name, shape in junction_tensors(arch, len(points), width=16, final_adapter=False).items()
+    }
+    model = Nvium(decoder, Junctions.of(arch, points, tensors))
+    traffic = traffic_of(model)
+    assert traffic is not None
+    block, head = block_bytes(decoder.blocks[0]), decoder.head.nbytes
+    router, adapter = model.junctions[0].router.nbytes, model.junctions[0].adapter.nbytes
+    assert min(router, adapter) > 0
+    assert traffic.weights([1]) == block + router + adapter + head
+    everything = arch.num_layers * block + len(points) * router + head
+    assert traffic.weights([arch.num_layers]) == everything
+    assert traffic.weights([1, arch.num_layers]) == everything + adapter
+    one_layer = arch.kv_bytes(decoder.dtype.itemsize) // arch.num_layers
+    assert traffic.of_pass([1], 5) == traffic.weights([1]) + 5 * one_layer
