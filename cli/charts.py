@@ -37,3 +37,25 @@ def _bands(counts: Sequence[float]) -> list[tuple[int, int, float]]:
     height = 1 if used <= MAX_LINES else -(-len(counts) // MAX_LINES)
     starts = range(0, len(counts), height)
     return [(start + 1, min(start + height, len(counts)), sum(counts[start : start + height])) for start in starts]
+
+
+def scatter(
+    points: Sequence[tuple[float, float, str]], *, x_label: str, y_label: str, width: int = 56, height: int = 14
+) -> Iterator[str]:
+    """Draw points (x, y, mark) in a frame, the highest y on top; of points in one place the last one is seen."""
+    if not points:
+        return
+    left, right = min(x for x, _, _ in points), max(x for x, _, _ in points)
+    low, high = min(y for _, y, _ in points), max(y for _, y, _ in points)
+    grid = [[" "] * width for _ in range(height)]
+    for x, y, mark in points:
+        column = round((x - left) / ((right - left) or 1) * (width - 1))
+        row = round((high - y) / ((high - low) or 1) * (height - 1))
+        grid[row][column] = mark
+    yield f"  {y_label}"
+    for number, row in enumerate(grid):
+        name = f"{high:.3g}" if number == 0 else f"{low:.3g}" if number == height - 1 else ""
+        yield f"  {name:>8} │{''.join(row).rstrip()}"
+    yield f"  {'':>8} └{'─' * width}"
+    ends = f"{left:.3g}", f"{right:.3g}"
+    yield f"  {'':>9} {ends[0]}{x_label:^{width - len(ends[0]) - len(ends[1])}}{ends[1]}"

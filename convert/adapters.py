@@ -213,9 +213,14 @@ def running_means(x: Tensor, counts: Tensor) -> Tensor:
 def probabilities(adapters: Adapters, features: Features, documents: range) -> Iterator[tuple[Answers, Answers]]:
     """Yield, document by document, probabilities of every sentence [L, m, C] and of their mean [L, C]."""
     for states, counts in features.pieces(documents):
-        means = torch.stack([part.mean(0) for part in states.float().split(counts.tolist())])
-        both = torch.cat([states.float(), means])
-        asked = torch.stack([adapters.probabilities(layer, both[:, layer]) for layer in range(adapters.layers)])
-        sentences, whole = asked.split([len(states), len(means)], 1)
-        for cells, mean in zip(sentences.split(counts.tolist(), 1), whole.unbind(1), strict=True):
-            yield cells.numpy(), mean.numpy()
+        yield from answers(adapters, states, counts.tolist())
+
+
+def answers(adapters: Adapters, states: Tensor, counts: Sequence[int]) -> Iterator[tuple[Answers, Answers]]:
+    """Yield `probabilities` of documents of so many sentences each, from their states [sentences, L, hidden]."""
+    means = torch.stack([part.mean(0) for part in states.float().split(list(counts))])
+    both = torch.cat([states.float(), means]).to(adapters.up_weight.device)
+    asked = torch.stack([adapters.probabilities(layer, both[:, layer]) for layer in range(adapters.layers)]).cpu()
+    sentences, whole = asked.split([len(states), len(means)], 1)
+    for cells, mean in zip(sentences.split(list(counts), 1), whole.unbind(1), strict=True):
+        yield cells.numpy(), mean.numpy()

@@ -4,6 +4,7 @@ Knows texts and tokens; no weights.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -62,7 +63,7 @@ def load_calibration(path: Path | None, tokenizer: "Tokenizer", *, tokens: int, 
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text", "save it as UTF-8") from error
     text = text[: CHARACTERS_A_TOKEN * (tokens + JUDGED * SEQUENCE)]  # a huge file is not tokenised whole
-    whole = _sequences(tokenizer, text, min(SEQUENCE, max_positions))
+    whole = sequences(tokenizer, tokenizer.encode(text, add_special_tokens=False), min(SEQUENCE, max_positions))
     if len(whole) < 2:
         need = f"give at least {2 * min(SEQUENCE, max_positions)} tokens"
         raise UsageError(f"{name} is too short to calibrate", need)
@@ -73,9 +74,9 @@ def load_calibration(path: Path | None, tokenizer: "Tokenizer", *, tokens: int, 
     return CalibrationText(name, digest, whole[: len(whole) - judged][:wanted], whole[len(whole) - judged :])
 
 
-def _sequences(tokenizer: "Tokenizer", text: str, length: int) -> Tensor:
-    """Cut a text into whole sequences [n, length], each begun as the model saw texts begin."""
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+def sequences(tokenizer: "Tokenizer", tokens: Sequence[int], length: int) -> Tensor:
+    """Cut a text's tokens into whole sequences [n, length], each begun as the model saw texts begin."""
+    ids = torch.tensor(tokens, dtype=torch.int64)
     start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     own = length - len(start)
     rows = ids[: ids.numel() // own * own].view(-1, own)

@@ -49,6 +49,11 @@ class Runs:
     layers: Ints
     sentences: Ints
 
+    def at(self, ignore: int, accept: int) -> "Runs":
+        """How rows went at one pair of thresholds of a surface."""
+        figures = (self.answers, self.operations, self.layers, self.sentences)
+        return Runs(*(part[ignore, accept] for part in figures))
+
 
 def simulate(row: Judged, ignore: Sequence[float], accept: Sequence[float]) -> Runs:
     """Run Algorithm 1 on one row at every pair of thresholds: [len(ignore), len(accept)] each.
@@ -146,8 +151,7 @@ def measure(rows: Sequence[Judged], classes: int, readout: Readout) -> Curve:
     steady = smoothed((runs.answers == labels).mean(-1))
 
     def point(i: int, j: int) -> Thresholds:
-        one = Runs(runs.answers[i, j], runs.operations[i, j], runs.layers[i, j], runs.sentences[i, j])
-        figures = decision(one, rows, classes).model_dump()
+        figures = decision(runs.at(i, j), rows, classes).model_dump()
         return Thresholds(tau_ignore=IGNORE[i], tau_acc=ACCEPT[j], steady=float(steady[i, j]), **figures)
 
     points = [point(i, j) for i in range(len(IGNORE)) for j in range(len(ACCEPT))]

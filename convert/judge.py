@@ -6,18 +6,14 @@ Goes through the model block by block, all thresholds at once, from the files ju
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ..runtime.architecture import block_prefix
-from ..runtime.decoder import Decoder, load_block
-from ..runtime.exit_layers import LazyBlocks, load_exit_block
+from ..runtime.exit_quality import Files, measure
 from ..runtime.exits import CosineExit, ExitPolicy, FixedExit
 from ..runtime.progress import Reporter
-from ..runtime.quality import Quality, Track, push, score
-from ..runtime.routing import Ladder
-from ..runtime.store import TensorStore
-from .quantise import release
+from ..runtime.quality import Quality
+
+__all__ = ["TAUS", "Files", "Verdict", "choose_tau", "judge", "loss", "measure"]
 
 TAUS = (0.5, 0.8, 0.9, 0.95, 0.98)
 """Thresholds of the curve in the manifest."""
@@ -30,47 +26,6 @@ class Verdict:
     dense: Quality
     floor: Quality
     curve: dict[float, Quality]
-
-
-@dataclass(frozen=True)
-class Files:
-    """A model on disk: geometry, embedding and head (`frame`), and the stores of its blocks and exit layers."""
-
-    frame: Decoder
-    backbone: TensorStore
-    river: TensorStore
-
-    def release(self, index: int) -> None:
-        """Let the pages of block `index` and of its exit layer go."""
-        release(self.backbone, self.frame.arch, index)
-        for name in [name for name in self.river.names() if name.startswith(block_prefix(index))]:
-            self.river.release(name)
-
-    def rung(self) -> Ladder:
-        """Return blocks that are loaded when asked for, and forgotten with the ladder."""
-        arch, place = self.frame.arch, {"device": self.frame.device, "dtype": self.frame.dtype}
-        return Ladder(
-            arch,
-            LazyBlocks(arch.num_layers, lambda index: load_block(arch, self.backbone, index, **place)),
-            LazyBlocks(arch.num_layers, lambda index: load_exit_block(arch, self.backbone, self.river, index, **place)),
-        )
-
-
-@torch.inference_mode()
-def measure(files: Files, ids: Tensor, policies: Sequence[ExitPolicy], reporter: Reporter) -> list[Quality]:
-    """Return the quality of each policy on ids [n, S]; the first must be dense. One block is in memory at a time."""
-    frame = files.frame
-    ids = ids.to(frame.device)
-    start, step, count = frame.embed(ids), frame.step(None, ids[:1]), frame.arch.num_layers
-    tracks = [Track.start(policy, start) for policy in policies]
-    with reporter.task("Measure the quality", count + 1) as task:
-        for layer in range(1, count + 1):
-            push(tracks, step, files.rung(), layer)
-            files.release(layer - 1)
-            task.advance(1)
-        result = score(tracks, ids, frame.logits, count)
-        task.advance(1)
-    return result
 
 
 def judge(

@@ -4,9 +4,10 @@ Arithmetic on plain tensors, differentiable: running and training use the same. 
 does not know whether it sees one token or many. Source: N-vium (arXiv 2605.13190). Knows no blocks, no cache, no law.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -57,6 +58,13 @@ class Router:
         weight, bias = self._subtract() if self._trained else self._difference
         return self._norm(self._outer(gelu(self._inner(x))).float()) @ weight + bias
 
+    def shifted(self, bias: float) -> "Router":
+        """The same with `bias` added to every score: above 0, tokens leave sooner."""
+        other = copy.copy(self)
+        weight, offset = self._difference
+        other._difference = weight, offset + bias  # noqa: SLF001 - a copy of itself
+        return other
+
     def _subtract(self) -> tuple[Tensor, Tensor]:
         return self._weight[EXIT] - self._weight[CONTINUE], self._bias[EXIT] - self._bias[CONTINUE]
 
@@ -103,6 +111,11 @@ class Junctions(Sequence[Junction]):
     def points(self) -> tuple[int, ...]:
         """Blocks before each junction."""
         return tuple(junction.layers for junction in self._junctions)
+
+    def shifted(self, bias: float) -> "Junctions":
+        """The same with `bias` added to every router's score: another depth, without training."""
+        moved = [replace(junction, router=junction.router.shifted(bias)) for junction in self._junctions]
+        return Junctions(moved, self.final)
 
     def adapt_final(self, x: Tensor) -> Tensor:
         """What the head multiplies at the model's end, from the finally normalised x [..., hidden]."""

@@ -25,6 +25,7 @@ from pydantic import (
 from ..errors import FormatError, UnsupportedError
 from .methods import METHODS, MethodSettings, Sha256
 from .progress import Reporter, SilentReporter
+from .tuned import Tuned
 
 MANIFEST_NAME = "adapt.json"
 FORMAT_VERSION = 1
@@ -110,8 +111,8 @@ class SelfCheck(_Strict, frozen=True):
     tokens: Annotated[int, Field(gt=0)]
     dense_nll: float
     river_nll: float | None = None
-    scores: tuple[float, ...] = ()
     mixture_nll: float | None = None
+    scores: tuple[float, ...] = ()
 
 
 def _method(value: object) -> object:
@@ -139,6 +140,8 @@ class Manifest(_Strict, frozen=True):
     backbone: Backbone = Backbone()
     quality: Quality | None = None
     self_check: SelfCheck | None = None
+    tuned: Tuned | None = None
+    """What `tune` measured last, and the point of it that the methods' settings now stand for."""
     libraries: dict[str, str] = Field(default_factory=dict)
     files: dict[FileName, FileRecord] = Field(default_factory=dict)
     """Every file of the bundle except adapt.json itself."""

@@ -276,6 +276,8 @@ class Nvium(MethodSettings, frozen=True):
     expected_depth: Share | None = None
     """Mean share of the blocks that are run for a token, by the mixture's masses on held-out text."""
     trade_off: tuple[DepthPoint, ...] = ()
+    router_bias: float = 0.0
+    """Added to every router's logit of leaving when the bundle runs: the depth chosen after training (`tune`)."""
     training: TrainingRun | None = None
 
     @property

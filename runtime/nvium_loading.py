@@ -41,7 +41,7 @@ def load_nvium(bundle: Bundle, settings: NviumSettings, options: SessionOptions)
     )
     return Nvium(
         decoder,
-        junctions,
+        junctions.shifted(settings.router_bias) if settings.router_bias else junctions,
         per_exit=options.per_exit_truncation,
         piggyback=options.piggyback,
         max_deferred=options.max_deferred,

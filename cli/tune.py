@@ -1,0 +1,221 @@
+"""`adapt tune`: what a bundle could give at other settings, and the one that it runs with from now on."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..runtime.progress import Reporter
+from . import plots, services
+from .charts import scatter
+from .console import make_reporter
+from .frontier_picture import save_frontier
+from .groups import Group
+from .options import RIVER, TWODEE, CacheDir, Device, DtypeOption, Force, Json, Threads
+from .tables import aligned
+from .writing import check_new
+
+EXAMPLES = """\
+  adapt tune qwen-river --text wiki.txt --max-loss 0.02
+  adapt tune qwen-river --text wiki.txt --min-speed 1.4 --plot frontier.png
+  adapt tune qwen-river --text wiki.txt --dry-run --json | jq '.frontier[].name'
+  adapt tune qwen-2dee --labels validation.jsonl --max-drop 0.04
+"""
+DATA = "Data"
+GOAL = "What is aimed at"
+
+
+def data(
+    *,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", rich_help_panel=DATA, help="A UTF-8 text to predict.")
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option("--labels", metavar="FILE", rich_help_panel=DATA, help="Labelled rows: jsonl, csv, tsv, .gz."),
+    ] = None,
+    field: Annotated[
+        str | None,
+        typer.Option(
+            "--field", metavar="NAME", rich_help_panel=DATA, help="Key or column of the text (default: text)."
+        ),
+    ] = None,
+    label_field: Annotated[
+        str, typer.Option("--label-field", metavar="NAME", rich_help_panel=DATA, help="Key or column of the label.")
+    ] = "label",
+    limit_tokens: Annotated[
+        int,
+        typer.Option(
+            "--limit-tokens", min=128, metavar="N", rich_help_panel=DATA, help="Read so many tokens, all over the text."
+        ),
+    ] = 4096,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=8, metavar="N", rich_help_panel=DATA, help="Only N rows, evenly over the file."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", rich_help_panel=DATA, help="Deals the data out to the two halves.")
+    ] = 0,
+) -> dict[str, Any]:
+    """Return what is measured on; the names are those of `convert.tune_request.TuneRequest`."""
+    return {
+        "text": text,
+        "labels": labels,
+        "text_field": field,
+        "label_field": label_field,
+        "limit_tokens": limit_tokens,
+        "limit": limit,
+        "seed": seed,
+    }
+
+
+def goal(
+    *,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss", min=0, metavar="X", rich_help_panel=GOAL, help="The fastest that loses X of perplexity."
+        ),
+    ] = None,
+    min_speed: Annotated[
+        float | None,
+        typer.Option(
+            "--min-speed", min=0, metavar="X", rich_help_panel=GOAL, help="The best that is X times as fast as dense."
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--max-drop",
+            min=0,
+            max=1,
+            metavar="X",
+            rich_help_panel=TWODEE,
+            help="The fastest that loses X of accuracy.",
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """Return what is aimed at; as above."""
+    return {"max_loss": max_loss, "min_speed": min_speed, "max_drop": max_drop}
+
+
+def machine(
+    *,
+    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    threads: Threads = None,
+    resident: Annotated[
+        int | None,
+        typer.Option(
+            "--resident", min=1, metavar="N", rich_help_panel=RIVER, help="Tune for N dense blocks; stored as well."
+        ),
+    ] = None,
+    cache_dir: CacheDir = None,
+) -> dict[str, Any]:
+    """Return how the bundle is opened; the names are those of `runtime.options.SessionOptions`."""
+    return {"device": device, "dtype": dtype, "threads": threads, "resident": resident, "cache_dir": cache_dir}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where the result goes besides stdout."""
+
+    plot: Path | None
+    as_json: bool
+
+
+def command(
+    ctx: typer.Context,
+    bundle: Annotated[Path, typer.Argument(help="The bundle's folder.", metavar="BUNDLE")],
+    *,
+    measured: Annotated[dict[str, Any], Group(data)],
+    wanted: Annotated[dict[str, Any], Group(goal)],
+    opening: Annotated[dict[str, Any], Group(machine)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be chosen; store nothing.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure although nothing has changed.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the frontier (.png, .pdf, .svg).")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Find the settings that suit you, and store them in the bundle.
+
+    Measures the rules that a bundle's method allows on one half of the data, chooses by what you aim at, and reports on
+    the other half. What was measured is stored too: another goal is answered at once, and so is the same one.
+    """
+    check_new(plot, force=force)
+    if plot is not None:
+        plots.check(plot)
+    reporter = make_reporter(ctx.obj)
+    values = {**measured, **wanted, "store": not dry_run, "again": again}
+    found = services.tune(bundle, values, opening, reporter)
+    _publish(bundle, found, Shown(plot, as_json), reporter)
+
+
+def _publish(bundle: Path, found: Mapping[str, Any], shown: Shown, reporter: Reporter) -> None:
+    if shown.plot is not None and found["frontier"]:
+        spots = [_spot(point) for point in found["frontier"]]
+        save_frontier(shown.plot, {"settings": spots}, title=bundle.name, chosen=_spot(_chosen(found)))
+    elif shown.plot is not None:
+        reporter.warn("There is no picture of labelled rows' thresholds here: use `adapt eval --plot`")
+    if shown.as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+        return
+    for line in _page(bundle, found):
+        typer.echo(line.rstrip())
+
+
+def _spot(point: Mapping[str, Any]) -> tuple[float, float]:
+    """Speed and KL, where nothing was chosen on it."""
+    return point["speedup"], point["held_out"]["kl"]
+
+
+def _chosen(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(point for point in found["frontier"] if point["name"] == found["chosen"])
+
+
+def _page(bundle: Path, found: Mapping[str, Any]) -> Iterator[str]:
+    yield from aligned(_classes(found["held_out"]) if found["held_out"] else _rules(found))
+    yield ""
+    if found["frontier"]:
+        marks = {found["chosen"]: "●"}
+        spots = [(*_spot(point), marks.get(point["name"], "·")) for point in found["frontier"]]
+        spots.sort(key=lambda spot: spot[2] == "●")
+        yield from scatter(spots, x_label="times as fast as dense", y_label="KL from dense, on the other half")
+        yield ""
+    aim = {"max_loss": "loses at most", "min_speed": "times as fast at least", "max_drop": "loses at most"}
+    yield f"chosen     {found['chosen']} ({aim[found['goal']]} {found['limit']:g})"
+    stored = "now runs so" if found["stored"] else "is as it was"
+    yield f"{bundle}  {stored}"
+
+
+def _rules(found: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+    """The frontier as a table; figures of both halves where they differ in what they are for."""
+    table = [["setting", "dense blocks", "speed", "KL", "KL, other half", "loss, other half", "same token"]]
+    for point in found["frontier"]:
+        ours, other = point["chosen_on"], point["held_out"]
+        mark = "●" if point["name"] == found["chosen"] else " "
+        table.append(
+            [
+                f"{mark} {point['name']}",
+                f"{point['dense_blocks']:.1f}",
+                f"{point['speedup']:.2f}",
+                f"{ours['kl']:.4f}",
+                f"{other['kl']:.4f}",
+                f"{other['loss']:.2%}",
+                f"{other['agreement']:.1%}",
+            ]
+        )
+    return table
+
+
+def _classes(held_out: Mapping[str, Mapping[str, float]]) -> Sequence[Sequence[str]]:
+    table = [["on the other half", "accuracy", "macro-F1", "work", "mean layers", "mean sentences"]]
+    for name, figures in held_out.items():
+        cells = [f"{figures['accuracy']:.4f}", f"{figures['macro_f1']:.4f}", f"{figures['work']:.3f}"]
+        table.append([name, *cells, f"{figures['mean_layers']:.1f}", f"{figures['mean_sentences']:.1f}"])
+    return table

@@ -1,0 +1,65 @@
+"""What `adapt tune` stores in a bundle, and how: adapt.json is replaced whole, no other file is touched.
+
+Knows manifests; no method's settings.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import AccessError
+from ..runtime.bundle import Bundle
+from ..runtime.manifest import MANIFEST_NAME, Manifest
+from ..runtime.methods import MethodSettings
+from ..runtime.tuned import Tuned
+from .workspace import whole_file
+
+MEASUREMENT = 1
+"""Counts changes to what is measured: what another version stored is measured again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it. `measured`: anything was; `stored`: adapt.json is another one than before."""
+
+    tuned: Tuned
+    measured: bool
+    stored: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of `tune --json`."""
+        return {**self.tuned.model_dump(mode="json"), "measured": self.measured, "stored": self.stored}
+
+
+def fingerprint(bundle: Bundle, **inputs: Any) -> str:  # noqa: ANN401 - anything that JSON holds
+    """Return the sha256 of what measurements depend on: the weights, and `inputs`."""
+    files = {**bundle.manifest.backbone.files, **bundle.manifest.files}
+    weights = {name: record.sha256 for name, record in files.items() if name.endswith(".safetensors")}
+    known = {"version": MEASUREMENT, "weights": weights, "base": bundle.manifest.base.config_sha256, **inputs}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def with_method(manifest: Manifest, settings: MethodSettings, **changes: Any) -> Manifest:  # noqa: ANN401 - its fields
+    """Return a manifest in which `settings` stand for those of the same method, checked."""
+    methods = [settings if method.name == settings.name else method for method in manifest.methods]
+    data = {**manifest.model_dump(), **changes, "methods": [method.model_dump() for method in methods]}
+    return Manifest.model_validate(data)
+
+
+def store(bundle: Bundle, manifest: Manifest) -> Bundle:
+    """Replace a bundle's adapt.json, whole or not at all; return the bundle as it is now.
+
+    Raises AccessError where it cannot be written.
+    """
+    try:
+        with whole_file(bundle.path / MANIFEST_NAME) as file:
+            file.write(manifest.dumps().encode("utf-8"))
+    except OSError as error:
+        raise AccessError(f"{bundle.path / MANIFEST_NAME} cannot be written: {error.strerror}") from error
+    return replace(bundle, manifest=manifest)
+
+
+def same_file(manifest: Manifest, other: Manifest) -> bool:
+    """Whether both would be the same adapt.json."""
+    return manifest.dumps() == other.dumps()

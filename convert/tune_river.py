@@ -1,0 +1,174 @@
+"""Tuning a River bundle on a text: measure or take what is stored, choose, check the rule chosen, store it.
+
+Knows the order of things; rules are measured in `river_sweep`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..errors import FormatError
+from ..runtime.block_speed import CONTEXT, TOKENS, measure_blocks, measure_greedy
+from ..runtime.bundle import Bundle
+from ..runtime.decoder import load_frame
+from ..runtime.exit_quality import Files, measure
+from ..runtime.exits import FixedExit
+from ..runtime.loading import load_river, resolve_device, resolve_dtype, river_route
+from ..runtime.lossless import LosslessRiver
+from ..runtime.manifest import Manifest, Quality, SelfCheck
+from ..runtime.methods import River
+from ..runtime.options import SessionOptions
+from ..runtime.progress import Reporter
+from ..runtime.self_check import self_check_ids
+from ..runtime.text import Tokenizer
+from ..runtime.tuned import BlockSpeed, Tuned, TunedPoint
+from .river_sweep import DENSE, FLOOR, sweep
+from .tune_goal import choose, goal_of
+from .tune_record import Outcome, fingerprint, same_file, store, with_method
+from .tune_request import TuneRequest
+from .tune_text import Halves, read_halves
+
+FEATURE = "exit-rule"
+"""Required of a reader where the rule is not one threshold."""
+MAX_LOSS = 0.1
+"""As at conversion, where the bundle does not say."""
+
+
+def tune_river(bundle: Bundle, river: River, request: TuneRequest, reporter: Reporter) -> Outcome:
+    """Measure, choose and store. Raises UsageError as `read_halves` and `choose`."""
+    arch, tokenizer = bundle.architecture, Tokenizer.load(bundle.path)
+    halves = read_halves(request, tokenizer, max_positions=arch.max_positions, vocab_size=arch.vocab_size)
+    if request.options.resident is not None:
+        river = River.model_validate({**river.model_dump(), "resident": request.options.resident})
+    known = _fingerprint(bundle, river, halves, request)
+    before = bundle.manifest.tuned
+    fresh = request.again or before is None or before.fingerprint != known
+    if fresh or before is None:
+        speed = _speed(bundle, river, halves, request.options)
+        if speed.river_block_ms >= speed.dense_block_ms:
+            reporter.warn("A 4-bit block takes as long as a dense one here: leaving early gains nothing.")
+        points: Sequence[TunedPoint] = sweep(_files(bundle, request.options), river, halves, speed, reporter)
+    else:
+        reporter.note("Nothing that was measured has changed; the stored figures are used.")
+        speed, points = before.speed, before.frontier
+    goal, limit = goal_of(request, MAX_LOSS if river.max_loss is None else river.max_loss)
+    point = choose(_possible(points, river, arch.num_layers), goal, limit)
+    tuned = Tuned(
+        method="river",
+        data=halves.used,
+        fingerprint=known,
+        seed=request.seed,
+        goal=goal,
+        limit=limit,
+        chosen=point.name,
+        speed=speed,
+        frontier=tuple(points),
+    )
+    _say_lossless(tuned, point, river, arch.num_layers, reporter)
+    stored = request.store and _store(bundle, river, tuned, point, reporter)
+    return Outcome(tuned, measured=fresh, stored=stored)
+
+
+def _say_lossless(tuned: Tuned, point: TunedPoint, river: River, layers: int, reporter: Reporter) -> None:
+    """Say where drafts are as fast as the setting chosen, and cost no quality."""
+    drafted = None if tuned.speed is None else tuned.speed.lossless_speedup(layers)
+    if drafted is None or (river.resident or layers) < layers:
+        return
+    if drafted >= max(1.0, point.speedup):
+        reporter.note(
+            f"--lossless gives the dense model's own text {drafted:.2f} times as fast here; the setting chosen is "
+            f"{point.speedup:.2f} times as fast."
+        )
+
+
+def _fingerprint(bundle: Bundle, river: River, halves: Halves, request: TuneRequest) -> str:
+    device = resolve_device(request.options.device)
+    return fingerprint(
+        bundle,
+        text=halves.used.sha256,
+        tokens=halves.used.tokens,
+        seed=request.seed,
+        entry_layer=river.entry_layer,
+        resident=river.resident,
+        device=device.type,
+        dtype=str(resolve_dtype(request.options.dtype, device)),
+    )
+
+
+def _files(bundle: Bundle, options: SessionOptions) -> Files:
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    frame = load_frame(bundle.architecture, bundle.backbone, (), device=device, dtype=dtype)
+    return Files(frame, bundle.backbone, bundle.river)
+
+
+def _speed(bundle: Bundle, river: River, halves: Halves, options: SessionOptions) -> BlockSpeed:
+    """Time all blocks and all exit layers, whatever the bundle's rule is."""
+    plain = River.model_validate({**river.model_dump(), "thresholds": None, "dense_layers": (), "resident": None})
+    whole = replace(bundle, manifest=with_method(bundle.manifest, plain))
+    model = load_river(whole, replace(options, resident=None, tau=None))
+    ids = halves.choose.flatten()[None, : CONTEXT + TOKENS]
+    speed = measure_blocks(model, river.entry_layer, ids)
+    drafts = LosslessRiver(model, entry_layer=river.entry_layer)
+    return speed.model_copy(update={"lossless_ms": measure_greedy(drafts, ids)})
+
+
+def _possible(points: Sequence[TunedPoint], river: River, layers: int) -> Sequence[TunedPoint]:
+    """The dense model is no setting of a bundle that drops blocks."""
+    drops = river.resident is not None and river.resident < layers
+    return [point for point in points if not (drops and point.name == DENSE)]
+
+
+def _store(bundle: Bundle, river: River, tuned: Tuned, point: TunedPoint, reporter: Reporter) -> bool:
+    """Write the manifest where it is another one; return whether it was."""
+    chosen = River.model_validate(
+        {**river.model_dump(), **point.settings, "max_loss": tuned.limit if tuned.goal == "max_loss" else None}
+    )
+    required = {*bundle.manifest.required} - {FEATURE}
+    if chosen.thresholds is not None or chosen.dense_layers:
+        required |= {FEATURE}
+    manifest = with_method(
+        bundle.manifest,
+        chosen,
+        required=tuple(required),
+        quality=_quality(tuned, point),
+        tuned=tuned,
+    )
+    if same_file(bundle.manifest, manifest):
+        return False
+    check = _self_check(bundle, chosen, reporter)
+    store(bundle, Manifest.model_validate({**manifest.model_dump(), "self_check": check}))
+    return True
+
+
+def _quality(tuned: Tuned, point: TunedPoint) -> Quality:
+    """The figures of the half that nothing was chosen on."""
+    by_name = {each.name: each.held_out for each in tuned.frontier}
+    found, dense, floor = point.held_out, by_name[DENSE], by_name[FLOOR]
+    names = ("perplexity", "kl", "agreement", "mean_depth")
+    return Quality(
+        tokens=sum(found.exit_histogram),
+        text=f"the part of {tuned.data.name} that no setting was chosen on",
+        dense_perplexity=dense.perplexity,
+        perplexity=found.perplexity,
+        kl=found.kl,
+        agreement=found.agreement,
+        mean_depth=found.mean_depth,
+        exit_histogram=found.exit_histogram,
+        all_4bit={name: getattr(floor, name) for name in names},
+    )
+
+
+@torch.inference_mode()
+def _self_check(bundle: Bundle, river: River, reporter: Reporter) -> SelfCheck:
+    """The self-check's text under the rule chosen, block by block, as conversion measures it: on the CPU."""
+    arch = bundle.architecture
+    ids = self_check_ids(Tokenizer.load(bundle.path), arch.max_positions)
+    files = _files(bundle, SessionOptions(device="cpu", cache_dir=bundle.cache_dir))
+    ways = [FixedExit(arch.num_layers), river_route(river, arch.num_layers)]
+    dense, found = measure(files, ids, ways, reporter, title="Check the rule")
+    if not math.isfinite(found.perplexity):
+        raise FormatError("the self-check gives no finite likelihood", "The bundle may be damaged: run `adapt verify`.")
+    return SelfCheck(tokens=ids.numel(), dense_nll=math.log(dense.perplexity), river_nll=math.log(found.perplexity))
