@@ -144,7 +144,8 @@ def _mixture(model: Nvium) -> ReadIds:
 
 def picked(reading: Reading, places: Tensor | slice) -> Reading:
     """Return some places of all B * S, as one sequence."""
-    places = places.to(reading.log_weights.device) if isinstance(places, Tensor) else places
+    if isinstance(places, Tensor):
+        places = places.to(reading.log_weights.device)
     states = (x.flatten(0, 1)[None, places] for x in reading.states)
     return Reading(reading.exits, reading.log_weights.flatten(1)[:, None, places], tuple(states))
 

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AccessError, AdaptError, UsageError
 from .progress import Reporter
 from .session import Session
+
+if TYPE_CHECKING:
+    from .harness import AdaptLM
 
 SEED = 1234
 """The harness's own, for the choice of examples; bootstraps use it too."""
@@ -52,12 +55,14 @@ def task_quality(session: Session, settings: TaskSettings, reporter: Reporter) -
     Raises UsageError for a task that the harness does not know, AccessError where its data cannot be had.
     """
     check_harness()
+    depths = (False, True) if settings.full_depth else (False,)
     with _quiet():
-        found = _run(session, settings, reporter, at_full_depth=False)
-        full = _run(session, settings, reporter, at_full_depth=True) if settings.full_depth else None
+        models = [_model(session, settings, reporter, at_full_depth=full) for full in depths]
+        manager = _manager(settings)
+        found = [_run(model, settings, manager) for model in models]
     return {
-        **found,
-        "full_depth": full,
+        **found[0],
+        "full_depth": found[1] if settings.full_depth else None,
         "few_shot": settings.few_shot,
         "limit": settings.limit,
         "seed": settings.seed,
@@ -66,23 +71,26 @@ def task_quality(session: Session, settings: TaskSettings, reporter: Reporter) -
     }
 
 
-def _run(session: Session, settings: TaskSettings, reporter: Reporter, *, at_full_depth: bool) -> dict[str, Any]:
-    from lm_eval.evaluator import simple_evaluate  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
-
+def _model(session: Session, settings: TaskSettings, reporter: Reporter, *, at_full_depth: bool) -> "AdaptLM":
     from .harness import AdaptLM  # noqa: PLC0415 - imports the harness
 
-    model = AdaptLM.of(
+    return AdaptLM.of(
         session,
         batch_size=settings.batch_size,
         at_full_depth=at_full_depth,
         seed=settings.seed,
         reporter=reporter,
     )
+
+
+def _run(model: "AdaptLM", settings: TaskSettings, manager: Any) -> dict[str, Any]:  # noqa: ANN401 - no types there
+    from lm_eval.evaluator import simple_evaluate  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+
     with _refusals(settings.names):
         found = simple_evaluate(
             model=model,
             tasks=list(settings.names),
-            task_manager=_manager(settings),
+            task_manager=manager,
             num_fewshot=settings.few_shot,
             limit=settings.limit,
             log_samples=False,
@@ -99,11 +107,16 @@ def _run(session: Session, settings: TaskSettings, reporter: Reporter, *, at_ful
 
 
 def _manager(settings: TaskSettings) -> Any:  # noqa: ANN401 - the harness has no types
+    """An index of tasks. The harness's own thousands are read only where they are needed: that takes seconds."""
     from lm_eval.tasks import TaskManager  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
 
-    manager = TaskManager(include_path=None if settings.include is None else str(settings.include))
-    known = set(manager.all_tasks)
-    unknown = [name for name in settings.names if name not in known and not Path(name).is_file()]
+    include = None if settings.include is None else str(settings.include)
+    files = {name for name in settings.names if Path(name).is_file()}
+    own = TaskManager(include_path=include, include_defaults=False)
+    if set(settings.names) <= files | set(own.all_subtasks):
+        return own
+    manager = TaskManager(include_path=include)
+    unknown = [name for name in settings.names if name not in files and name not in manager.all_tasks]
     if unknown:
         hint = "Give names that `lm_eval ls tasks` lists, a file, or --include-path DIR"
         raise UsageError(f"lm-evaluation-harness knows no task {unknown[0]}", hint)
@@ -156,10 +169,11 @@ def _refusals(names: Sequence[str]) -> Iterator[None]:
     """What the harness and the data behind its tasks refuse, in one line."""
     try:
         yield
-    except AdaptError:
-        raise
-    except (ConnectionError, OSError) as error:
+    except (ConnectionError, FileNotFoundError) as error:
         what = f"the data of {', '.join(names)} cannot be had: {error}"
         raise AccessError(what, "Fetch it once online, or use a task with local files (docs/eval.md).") from error
     except ValueError as error:
-        raise UsageError(f"lm-evaluation-harness refuses {', '.join(names)}: {error}") from error
+        if "unsafe" not in str(error):
+            raise
+        what = f"{', '.join(names)}: a task runs code that the model wrote"
+        raise UsageError(what, "Write completions with --prompts, and check them in a sandbox.") from error

@@ -189,6 +189,7 @@ def test_the_model_from_arguments(toy: Path) -> None:
 
 @needs_harness
 @quiet
+@pytest.mark.slow  # the harness reads thousands of task files
 @pytest.mark.usefixtures("offline")
 def test_what_the_harness_does_not_know(adapt: Invoke, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "open_session", lambda *_: session(toy))
