@@ -12,7 +12,8 @@ from ..errors import UsageError
 from ..runtime.progress import Reporter, SilentReporter
 from . import inspect_twodee, services
 from .console import make_reporter
-from .convert_options import rcla_options, river_options, training_options, twodee_options
+from .convert_loop import loop_options, lora_options, training_options
+from .convert_options import nvium_options, rcla_options, river_options, twodee_options
 from .convert_settings import settings_of
 from .groups import Group
 from .options import HUB, CacheDir, Device, DtypeOption, Force, Json, Threads
@@ -27,11 +28,11 @@ EXAMPLES = """\
   adapt convert ./model --method river --max-loss 0.01 --calibration my-text.txt
   adapt convert ./model --method rcla --share-every 4 --data texts.jsonl --steps 2000
   adapt convert ./model --method 2dee --data reviews.jsonl --max-drop 0.02
+  adapt convert ./model --method nvium --exits 4 --target-depth 0.7 --data texts.jsonl
   adapt convert ./model --method river --dry-run --json
 """
 
-METHODS = ("river", "rcla", "2dee")
-_LATER = ("nvium",)
+METHODS = ("river", "rcla", "2dee", "nvium")
 
 
 def method_name(text: str) -> str:
@@ -39,8 +40,6 @@ def method_name(text: str) -> str:
     if text in METHODS:
         return text
     available = f"Available: {', '.join(METHODS)}"
-    if text in _LATER:
-        raise UsageError(f"{text} is not in this version", available)
     raise UsageError(f"there is no method '{text}'", available)
 
 
@@ -89,8 +88,11 @@ def command(
     ] = "copy",
     river: Annotated[dict[str, Any], Group(river_options)],
     training: Annotated[dict[str, Any], Group(training_options)],
+    lora: Annotated[dict[str, Any], Group(lora_options)],
+    loop: Annotated[dict[str, Any], Group(loop_options)],
     rcla: Annotated[dict[str, Any], Group(rcla_options)],
     twodee: Annotated[dict[str, Any], Group(twodee_options)],
+    nvium: Annotated[dict[str, Any], Group(nvium_options)],
     revision: Annotated[
         str | None, typer.Option("--revision", rich_help_panel=HUB, metavar="REF", help="Branch, tag or commit.")
     ] = None,
@@ -114,7 +116,8 @@ def command(
     Prints the plan, converts layer by layer, and ends with a self-check whose figures go into the bundle. An
     interrupted conversion continues where it stopped. The bundle's path is written on stdout.
     """
-    groups = {"river": river, "training": training, "rcla": rcla, "2dee": twodee}
+    groups = {"river": river, "training": training, "lora": lora, "loop": loop}
+    groups |= {"rcla": rcla, "2dee": twodee, "nvium": nvium}
     request = services.convert_request(
         source=source,
         output=output or default_output(source, method),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
-from .options import RCLA, RIVER, TRAINING, TWODEE
+from .options import NVIUM, RCLA, RIVER, TWODEE
 
 
 def river_options(
@@ -71,60 +71,13 @@ def river_options(
     return dict(locals())
 
 
-def training_options(
-    *,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--data",
-            metavar="FILE",
-            rich_help_panel=TRAINING,
-            help="What to train on; may be given again. rcla: .txt, or jsonl with text, prompt and completion, or "
-            "messages. 2dee: labelled rows, jsonl, csv or tsv.",
-        ),
-    ] = None,
-    validation: Annotated[
-        Path | None,
-        typer.Option(
-            "--validation", metavar="FILE", rich_help_panel=TRAINING, help="Held-out data (default: a part of --data)."
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            "--learning-rate",
-            "--lr",
-            metavar="X",
-            rich_help_panel=TRAINING,
-            help="At its highest (default: rcla 5e-6, with --lora 1e-4). 2dee: of the classifiers alone, also with "
-            "--lora (default: 1e-3).",
-        ),
-    ] = None,
-    lora: Annotated[
-        int | None,
-        typer.Option(
-            "--lora",
-            min=1,
-            metavar="R",
-            rich_help_panel=TRAINING,
-            help="Train low-rank updates of rank R and merge them (default: rcla all weights, 2dee classifiers only).",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", rich_help_panel=TRAINING, help="Of every draw (default: 0).")
-    ] = None,
-) -> dict[str, Any]:
-    """Read the options of the methods that train."""
-    return dict(locals())
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def _layers(flag: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise UsageError(f"--keep-layers {text} is no list of layers", "Write it as 1,5,9") from error
+        raise UsageError(f"{flag} {text} is no list of layers", "Write it as 1,5,9") from error
 
 
 def rcla_options(
@@ -172,55 +125,9 @@ def rcla_options(
             help="Share of training passes in which no layer reads another's cache (default: 0).",
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, metavar="N", rich_help_panel=RCLA, help="Optimiser steps (default: 1000)."),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            "--sequence-length", min=2, metavar="N", rich_help_panel=RCLA, help="Tokens of a sequence (default: 1024)."
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", min=1, metavar="N", rich_help_panel=RCLA, help="Sequences a step (default: 16)."),
-    ] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--micro-batch", min=1, metavar="N", rich_help_panel=RCLA, help="Sequences a pass (default: 4,096 tokens)."
-        ),
-    ] = None,
-    loss_on: Annotated[
-        Literal["all", "answers"] | None,
-        typer.Option("--loss-on", rich_help_panel=RCLA, help="Learn every token, or answers only (default: all)."),
-    ] = None,
-    packed: Annotated[
-        bool | None,
-        typer.Option("--packed/--no-packed", rich_help_panel=RCLA, help="Join short texts into full sequences."),
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--gradient-checkpointing/--no-gradient-checkpointing",
-            rich_help_panel=RCLA,
-            help="Compute activations twice to save memory (default: on).",
-        ),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(
-            "--checkpoint-every",
-            min=1,
-            metavar="N",
-            rich_help_panel=RCLA,
-            help="Steps between checkpoints (default: 50).",
-        ),
-    ] = None,
 ) -> dict[str, Any]:
     """Read the options of R-CLA."""
-    return {**locals(), "keep_layers": _layers(keep_layers)}
+    return {**locals(), "keep_layers": _layers("--keep-layers", keep_layers)}
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
@@ -296,3 +203,51 @@ def twodee_options(
 ) -> dict[str, Any]:
     """Read the options of 2D early exit."""
     return {**locals(), "labels": _names(labels)}
+
+
+def nvium_options(
+    *,
+    exits: Annotated[
+        int | None,
+        typer.Option(
+            "--exits",
+            min=1,
+            metavar="N",
+            rich_help_panel=NVIUM,
+            help="Exits at equal distances, the end included (default: 4).",
+        ),
+    ] = None,
+    junctions: Annotated[
+        str | None,
+        typer.Option("--junctions", metavar="6,12,18", rich_help_panel=NVIUM, help="Exits after these blocks instead."),
+    ] = None,
+    beta: Annotated[
+        float | None,
+        typer.Option("--beta", metavar="X", rich_help_panel=NVIUM, help="What the whole depth costs (default: 0.15)."),
+    ] = None,
+    target_depth: Annotated[
+        float | None,
+        typer.Option(
+            "--target-depth",
+            metavar="X",
+            rich_help_panel=NVIUM,
+            help="Steer beta until this share of the blocks is run on average.",
+        ),
+    ] = None,
+    train: Annotated[
+        Literal["routers", "all"] | None,
+        typer.Option(
+            "--train", rich_help_panel=NVIUM, help="Junctions beside a frozen model, or all weights (default: routers)."
+        ),
+    ] = None,
+    from_scratch: Annotated[
+        bool | None,
+        typer.Option(
+            "--from-scratch",
+            rich_help_panel=NVIUM,
+            help="SOURCE has a config.json and a tokenizer; weights are drawn. With --exits 1: the dense twin.",
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """Read the options of N-vium."""
+    return {**locals(), "junctions": _layers("--junctions", junctions)}

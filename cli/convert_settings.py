@@ -7,7 +7,12 @@ import typer
 
 from ..errors import UsageError
 
-TAKES = {"river": ("river",), "rcla": ("training", "rcla"), "2dee": ("training", "2dee")}
+TAKES = {
+    "river": ("river",),
+    "rcla": ("training", "lora", "loop", "rcla"),
+    "2dee": ("training", "lora", "2dee"),
+    "nvium": ("training", "loop", "nvium"),
+}
 """Method -> the groups of options that are its own."""
 MAY_BE_UNTRAINED = ("rcla",)
 TRAINS = (

@@ -48,8 +48,8 @@ class Pace:
         self._settings, self._reporter = settings, reporter
         self._from, self._when, self._tokens = done, time.monotonic(), 0
 
-    def tell(self, history: History, tokens: int) -> None:
-        """Say how it goes, after every `log_every` steps, the first and the last."""
+    def tell(self, history: History, tokens: int, more: str = "") -> None:
+        """Say how it goes, after every `log_every` steps, the first and the last; `more` besides loss and speed."""
         self._tokens += tokens
         step, settings = history.steps[-1].step, self._settings
         if not (due(step, settings.log_every) or step in (1, settings.steps)):
@@ -60,7 +60,7 @@ class Pace:
         left = duration(seconds / len(recent) * (settings.steps - step))
         speed = self._tokens / seconds
         self._reporter.note(
-            f"step {step}/{settings.steps}  loss {loss:.4f}  rate {recent[-1].rate:.2g}  "
+            f"step {step}/{settings.steps}  loss {loss:.4f}  {more + '  ' if more else ''}rate {recent[-1].rate:.2g}  "
             f"{speed:.0f} tokens/s  {left} left"
         )
         self._from, self._when, self._tokens = step, now, 0

@@ -24,6 +24,7 @@ from .backbone import BackbonePlan, plan_backbone
 from .request import ConvertRequest, MethodRequest, S_co
 from .source import Source, open_source
 from .source_bundle import BundleSource
+from .source_scratch import open_scratch
 from .workspace import check_output, check_replaceable, work_folder
 
 
@@ -157,8 +158,11 @@ def open_request(
     *,
     stacks_on: Sequence[str] = (),
     inputs: Sequence[str] = (),
+    drawn: int | None = None,
 ) -> Opened:
     """Open what a conversion reads. `stacks_on`: methods that may be below this one; `inputs`: sources besides SOURCE.
+
+    `drawn`: a seed, where SOURCE gives a configuration and a tokenizer and its weights are drawn.
 
     Raises AdaptError of every kind; writes nothing.
     """
@@ -171,7 +175,16 @@ def open_request(
         torch.set_num_threads(request.threads)
     device = resolve_device(request.device)
     dtype = resolve_dtype(request.dtype, device)
-    source = open_source(
+    source = _open(request, reporter) if drawn is None else open_scratch(request.source, drawn)
+    arch = source.architecture
+    opened = Opened(request, source, arch, device, dtype)
+    _check_stack(opened, stacks_on)
+    _ = opened.tokenizer  # refused before the work, if it is damaged
+    return opened
+
+
+def _open(request: ConvertRequest[MethodRequest], reporter: Reporter) -> Source:
+    return open_source(
         request.source,
         revision=request.revision,
         token=request.token,
@@ -179,11 +192,6 @@ def open_request(
         offline=request.offline,
         reporter=reporter,
     )
-    arch = source.architecture
-    opened = Opened(request, source, arch, device, dtype)
-    _check_stack(opened, stacks_on)
-    _ = opened.tokenizer  # refused before the work, if it is damaged
-    return opened
 
 
 def _check_stack(opened: Opened, stacks_on: Sequence[str]) -> None:

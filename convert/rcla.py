@@ -29,12 +29,13 @@ from ..runtime.text import Tokenizer
 from .building import begin, libraries
 from .data import TrainingData
 from .kv_map import KVMap, keepers_of, search
+from .loop_training import prepare
 from .map_loss import Weights, losses
 from .preflight import RUN_WHOLE
 from .processes import Processes, join
 from .rcla_judge import Measured, Texts, judge, retention, shipped_texts, texts_of
 from .rcla_plan import DEFAULT_GROUP, Plan, plan
-from .rcla_training import TRAINED, Trainer, prepare
+from .rcla_training import TRAINED, Trainer
 from .sequences import Batch
 from .stream import HashingFile, lazy, write_safetensors
 from .trainable import trained_entries

@@ -10,16 +10,19 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from ..runtime.progress import Reporter
+from .nvium_request import NviumSettings
 from .rcla_request import RclaSettings
 from .request import ConvertRequest, MethodRequest
 from .river_request import RiverSettings
 from .twodee_request import TwoDeeSettings
 
 SETTINGS: Mapping[str, type[MethodRequest]] = MappingProxyType(
-    {settings.method: settings for settings in (RiverSettings, RclaSettings, TwoDeeSettings)}
+    {settings.method: settings for settings in (RiverSettings, RclaSettings, TwoDeeSettings, NviumSettings)}
 )
 """Method -> what can be asked of it."""
-RECIPES: Mapping[str, str] = MappingProxyType({"river": ".river", "rcla": ".rcla", "2dee": ".twodee"})
+RECIPES: Mapping[str, str] = MappingProxyType(
+    {"river": ".river", "rcla": ".rcla", "2dee": ".twodee", "nvium": ".nvium"}
+)
 """Method -> module of this package with `plan` and `build`."""
 
 

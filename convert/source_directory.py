@@ -144,8 +144,13 @@ class DirectorySource:
         return fingerprint(self.identity, self.weight_files, self._given_text_files() | slow)
 
     def _given_text_files(self) -> dict[str, bytes | Path]:
-        licences = sorted(path.name for path in self._folder.iterdir() if path.is_file() and is_licence(path.name))
-        return {name: self._folder / name for name in (*TEXT_NAMES, *licences) if (self._folder / name).is_file()}
+        return given_text_files(self._folder)
+
+
+def given_text_files(folder: Path) -> dict[str, bytes | Path]:
+    """The text files of a checkpoint that are there: name -> path."""
+    licences = sorted(path.name for path in folder.iterdir() if path.is_file() and is_licence(path.name))
+    return {name: folder / name for name in (*TEXT_NAMES, *licences) if (folder / name).is_file()}
 
 
 def open_directory(folder: Path) -> DirectorySource:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from .history import History, Logged, Pace, due
 from .processes import Processes, join
 from .reused_memory import reused_memory
 from .sequences import Batch, Order
+from .steering import Learner, Steering
 from .trainable import Trainable
 from .training_settings import TrainingSettings
 from .workspace import differences
@@ -40,10 +41,14 @@ class Sampled(Protocol):
         ...
 
 
-class Objective(Protocol):
-    """What a method minimises."""
+M = TypeVar("M", bound=Learner)
+M_contra = TypeVar("M_contra", bound=Learner, contravariant=True)
 
-    def __call__(self, model: Trainable, batch: Batch, draws: random.Random) -> tuple[Tensor, int]:
+
+class Objective(Protocol[M_contra]):
+    """What a method minimises, for the kind of model that it trains."""
+
+    def __call__(self, model: M_contra, batch: Batch, draws: random.Random) -> tuple[Tensor, int]:
         """The summed loss of the batch, a scalar, and over how many terms; training minimises their mean.
 
         Whatever is random comes from `draws`, which depends on the seed, the step and the pass, never on the process.
@@ -56,50 +61,60 @@ def next_token(model: Trainable, batch: Batch, draws: random.Random) -> tuple[Te
     return model(batch.ids, batch.targets, batch.counts), batch.counted
 
 
-Evaluation = Callable[[Trainable], Mapping[str, float]]
+Evaluation = Callable[[M], Mapping[str, float]]
 
 
 def train(
-    model: Trainable,
+    model: M,
     data: Sampled,
     settings: TrainingSettings,
-    objective: Objective,
+    objective: Objective[M],
     folder: Path,
     *,
     reporter: Reporter,
-    evaluate: Evaluation | None = None,
+    evaluate: Evaluation[M] | None = None,
     key: Mapping[str, Any] | None = None,
+    steering: Steering | None = None,
 ) -> History:
     """Train `model` in place and return what happened; `folder` holds the checkpoints, and a run there is taken up.
 
     `key` is what else the result depends on (data, method), as JSON: a checkpoint made with another is refused.
-    `evaluate` runs after every `evaluate_every` steps, in the leading process, without gradients.
+    `evaluate` runs after every `evaluate_every` steps, in the leading process, without gradients. `steering` is told of
+    every step, and its state is part of a checkpoint.
 
     Raises UsageError for a checkpoint of other settings, AdaptError where accelerate is missing or the loss is no
     number, ResourceError on a full disk. An interrupted run (Ctrl-C) leaves a checkpoint of its last whole step.
     """
     processes = join(next(model.parameters()).device)
-    run = _Run(model, data, settings, objective, processes)
+    run = _Run(model, data, settings, objective, processes=processes, steering=steering)
     run.resume(folder, {**settings.key(), **(key or {})})
     with reused_memory() if processes.device.type == "cpu" else nullcontext():
         return run.all_steps(reporter if processes.leads else SilentReporter(), evaluate)
 
 
-class _Run:
+class _Run(Generic[M]):
     """One call of `train`: the optimiser, where it is, and what happened so far."""
 
     def __init__(
-        self, model: Trainable, data: Sampled, settings: TrainingSettings, objective: Objective, processes: Processes
+        self,
+        model: M,
+        data: Sampled,
+        settings: TrainingSettings,
+        objective: Objective[M],
+        *,
+        processes: Processes,
+        steering: Steering | None,
     ) -> None:
         if len(data) == 0:
             raise UsageError("There is nothing to train on")
         self._model, self._data, self._settings, self._objective = model, data, settings, objective
-        self._processes = processes
+        self._processes, self._steering = processes, steering
         self._parameters = model.trained()
         self._order = Order(len(data), settings.seed)
         self._optimizer = _optimizer(self._parameters, settings)
         self._history = History()
         self._step = 0  # steps done
+        self._measured: list[float] = []  # by all processes, for `steering`
 
     def resume(self, folder: Path, key: Mapping[str, Any]) -> None:
         """Keep checkpoints in `folder`, and go on from the newest, if there is one and it has this key."""
@@ -111,9 +126,11 @@ class _Run:
         self._check(saved)
         checkpoint.restore(self._optimizer, self._parameters, saved)
         self._history = History.from_json(saved.state["history"])
+        if self._steering is not None:
+            self._steering.restore(saved.state["steering"])
         self._step = self._saved_at = saved.state["updates"]
 
-    def all_steps(self, reporter: Reporter, evaluate: Evaluation | None) -> History:
+    def all_steps(self, reporter: Reporter, evaluate: Evaluation[M] | None) -> History:
         """Every step that is left. A finished run is a checkpoint too."""
         settings = self._settings
         pace = Pace(self._step, settings, reporter)
@@ -124,7 +141,7 @@ class _Run:
                 tokens = self._one_step()
                 self._history.seconds += time.monotonic() - began
                 task.advance(1)
-                pace.tell(self._history, tokens)
+                pace.tell(self._history, tokens, "" if self._steering is None else self._steering.told())
                 if evaluate is not None and due(self._step, settings.evaluate_every):
                     self._evaluate(evaluate, reporter)
                 if self._wants_saving():
@@ -149,6 +166,8 @@ class _Run:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._step += 1
+        if self._steering is not None:
+            self._steering.finish(self._measured)
         self._history.steps.append(Logged(self._step, loss / terms, rate, norm, terms))
         self._history.tokens += tokens
         return tokens
@@ -157,6 +176,8 @@ class _Run:
         """Gradients of the summed loss, added over all processes; the sum, its terms, tokens read."""
         settings, processes = self._settings, self._processes
         total, terms, tokens = 0.0, 0, 0
+        if self._steering is not None:
+            self._steering.begin(self._step)
         first = self._step * settings.batch_size
         for number, places in enumerate(settings.passes(processes.count)):
             if number % processes.count != processes.index:
@@ -164,9 +185,10 @@ class _Run:
             batch = self._data.batch(self._order.take(first + places.start, len(places)))
             loss, counted = self._one_pass(batch.to(processes.device), number)
             total, terms, tokens = total + loss, terms + counted, tokens + sum(batch.counts)
-        sums = torch.tensor([total, terms, tokens], dtype=torch.float64)
+        measured = [] if self._steering is None else self._steering.sums()
+        sums = torch.tensor([total, terms, tokens, *measured], dtype=torch.float64)
         self._share(sums)
-        total, terms, tokens = sums.tolist()
+        total, terms, tokens, *self._measured = sums.tolist()
         return total, max(1, int(terms)), int(tokens)
 
     def _one_pass(self, batch: Batch, number: int) -> tuple[float, int]:
@@ -208,7 +230,7 @@ class _Run:
             return nullcontext()
         return torch.autocast(self._processes.device.type, torch.bfloat16)
 
-    def _evaluate(self, evaluate: Evaluation, reporter: Reporter) -> None:
+    def _evaluate(self, evaluate: Evaluation[M], reporter: Reporter) -> None:
         if self._processes.leads:
             with torch.no_grad(), self._precision():
                 figures = dict(evaluate(self._model))
@@ -225,6 +247,8 @@ class _Run:
     def _save(self) -> None:
         if self._processes.leads and self._saved_at < self._step:
             state = {"key": dict(self._key), "updates": self._step, "history": self._history.to_json()}
+            if self._steering is not None:
+                state["steering"] = self._steering.state()
             checkpoint.save(self._folder, self._step, checkpoint.moments(self._optimizer, self._parameters), state)
         self._saved_at, self._saved_when = self._step, time.monotonic()
 

@@ -13,10 +13,11 @@ import torch
 from adapt_llm.convert import quantise, rcla_plan, rcla_training
 from adapt_llm.convert.export import export
 from adapt_llm.convert.kv_map import every
+from adapt_llm.convert.loop_training import prepare
 from adapt_llm.convert.processes import join
 from adapt_llm.convert.rcla import build, plan
 from adapt_llm.convert.rcla_request import RclaSettings
-from adapt_llm.convert.rcla_training import Trainer, prepare
+from adapt_llm.convert.rcla_training import Trainer
 from adapt_llm.convert.request import ConvertRequest
 from adapt_llm.convert.river import build as build_river
 from adapt_llm.convert.river import plan as plan_river

@@ -1,0 +1,95 @@
+"""What the mixture's training does besides fitting the text: the routers' warm-up, and the price of depth.
+
+The price (beta) is given, or a controller steers it so that the expected depth meets a target: its state is a few
+numbers that a checkpoint keeps. Source: N-vium (arXiv 2605.13190) for the warm-up and the penalty; the authors'
+controller compares the loss with a dense baseline's, ours compares the depth with what was asked for. Knows no model.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP = 0.05
+"""Share of the steps in which routers are drawn to equal masses, and depth costs nothing."""
+BETA = 0.15
+"""What depth costs where nothing else is said."""
+LOWEST, HIGHEST = 1e-4, 20.0
+"""Bounds of a steered beta: in nats, for the whole depth."""
+_RESPONSE = 12.0
+"""Nats of log beta that a persistent error of the whole depth adds in the time below, and at once (integral and
+proportional gain): chosen on the text of SmolLM2's features and on scratch runs, where none overshot for long."""
+_TIME = 0.05
+"""Share of the steps over which the integral acts."""
+
+
+def warm_up_term(scores: Sequence[Tensor]) -> Tensor:
+    """Sum over tokens and junctions of (r_k - 1 / (N - k))^2, from the scores [R] of junctions k = 0 .. N - 2.
+
+    Its least is where every exit has the mass 1 / N.
+    """
+    exits = len(scores) + 1
+    terms = [(score.sigmoid() - 1 / (exits - k)).square().sum() for k, score in enumerate(scores)]
+    return torch.stack(terms).sum()
+
+
+class DepthControl:
+    """The price of depth at every step. A `training.Steering`; `add` is told what a pass of it measured."""
+
+    def __init__(
+        self, steps: int, *, beta: float = BETA, target: float | None = None, warm_up: float = WARM_UP
+    ) -> None:
+        self.beta = beta
+        self.warming = True
+        self._target = target
+        self._warm_steps = round(warm_up * steps)
+        self._pull = 1 / max(1.0, _TIME * steps)
+        self._integral = math.log(max(beta, LOWEST))
+        self._sums = [0.0, 0.0, 0.0]
+        self._loss, self._depth = math.nan, math.nan
+
+    def begin(self, step: int) -> None:
+        """Step `step` (from 0) begins."""
+        self.warming = step < self._warm_steps
+        self._sums = [0.0, 0.0, 0.0]
+
+    def add(self, loss: Tensor, depth: Tensor, tokens: int) -> None:
+        """A pass: the mixture's summed loss, the summed share of the blocks run, over how many tokens."""
+        self._sums[0] += float(loss.detach())
+        self._sums[1] += float(depth.detach())
+        self._sums[2] += tokens
+
+    def sums(self) -> list[float]:
+        """What this process measured since `begin`."""
+        return self._sums
+
+    def finish(self, sums: Sequence[float]) -> None:
+        """The step is over; `sums` are those of all processes."""
+        loss, depth, tokens = sums
+        if not tokens:
+            return
+        self._loss, self._depth = loss / tokens, depth / tokens
+        if self._target is not None and not self.warming:
+            self._steer(self._depth - self._target)
+
+    def told(self) -> str:
+        """The last step for people."""
+        price = "routers warm up" if self.warming else f"beta {self.beta:.3g}"
+        return f"mixture {self._loss:.4f}  depth {self._depth:.3f}  {price}"
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"beta": self.beta, "integral": self._integral, "loss": self._loss, "depth": self._depth}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.beta, self._integral = state["beta"], state["integral"]
+        self._loss, self._depth = state["loss"], state["depth"]
+
+    def _steer(self, error: float) -> None:
+        """Too deep makes depth dearer. In logs, since prices that matter span three orders of magnitude."""
+        low, high = math.log(LOWEST), math.log(HIGHEST)
+        self._integral = min(max(self._integral + _RESPONSE * self._pull * error, low), high)
+        self.beta = math.exp(min(max(self._integral + _RESPONSE * error, low), high))

@@ -1,0 +1,134 @@
+"""The mixture's loss against the plain formula, the routers' warm-up, and the controller of depth."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapt_llm.convert import mixture_loss as module
+from adapt_llm.convert.depth_control import DepthControl, warm_up_term
+from adapt_llm.convert.mixture_loss import mixture_loss
+from adapt_llm.runtime.junctions import log_weights, weights
+
+R, D, V, N = 13, 8, 17, 3
+
+
+def inputs(exits: int = N) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    x = torch.randn(exits, R, D, dtype=torch.float64, requires_grad=True)
+    scores = [torch.randn(R, dtype=torch.float64, requires_grad=True) for _ in range(N - 1)]
+    head = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
+    return x, scores, head, torch.randint(0, V, (R,))
+
+
+def plainly(x: Tensor, scores: list[Tensor], head: Tensor, targets: Tensor, last, cap) -> Tensor:
+    """- sum over tokens of log sum over exits of p_k softmax(z_k)[target], as the paper writes it."""
+    logits = x @ head.T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    each = logits.softmax(-1).gather(-1, targets.expand(len(x), -1)[..., None])[..., 0]
+    each = each if last is None else torch.cat((each, last.exp()[None]))
+    return -(torch.stack(weights(scores)) * each).sum(0).log().sum()
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("constant", [False, True])
+def test_loss_and_gradients_are_those_of_the_plain_formula(
+    cap: float | None, constant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOGIT_BYTES", 4 * V * N * 5)  # several chunks, the last of them shorter
+    x, scores, head, targets = inputs(N - 1 if constant else N)
+    last = -torch.rand(R, dtype=torch.float64) * 4 if constant else None
+    wanted = plainly(x, scores, head, targets, last, cap)
+    inputs_of = (x, *scores, head)
+    expected = torch.autograd.grad(wanted, inputs_of)
+    loss, each = mixture_loss(x, torch.stack(log_weights(scores)), head, targets, last=last, softcap=cap)
+    torch.testing.assert_close(loss, wanted, check_dtype=False, atol=1e-5, rtol=1e-5)
+    for own, theirs in zip(torch.autograd.grad(2 * loss, inputs_of), expected, strict=True):
+        torch.testing.assert_close(own, 2 * theirs, atol=1e-5, rtol=1e-4)
+    assert each.shape == (N, R)
+    if last is not None:
+        torch.testing.assert_close(each[-1], last, check_dtype=False)
+
+
+def test_a_frozen_head_and_mass_that_vanishes_do_no_harm() -> None:
+    x, _, head, targets = inputs()
+    scores = [torch.full((R,), value, dtype=torch.float64, requires_grad=True) for value in (-300.0, 300.0)]
+    loss, _ = mixture_loss(x, torch.stack(log_weights(scores)), head.detach(), targets)
+    loss.backward()
+    alone = -(x[1].detach() @ head.detach().T).log_softmax(-1).gather(-1, targets[:, None]).sum()
+    torch.testing.assert_close(loss.detach(), alone, check_dtype=False, atol=1e-5, rtol=1e-5)
+    assert bool(x.grad.isfinite().all())
+    assert head.grad is None
+
+
+@pytest.mark.parametrize("exits", [2, 3, 5])
+def test_warm_up_is_least_at_equal_masses(exits: int) -> None:
+    equal = [torch.full((4,), -math.log(exits - k - 1)) for k in range(exits - 1)]
+    for mass in weights(equal):
+        torch.testing.assert_close(mass, torch.full((4,), 1 / exits))
+    assert float(warm_up_term(equal)) == pytest.approx(0, abs=1e-12)
+    moved = [score + 0.3 for score in equal]
+    rates = [float(score[0].sigmoid()) for score in moved]
+    wanted = 4 * sum((rate - 1 / (exits - k)) ** 2 for k, rate in enumerate(rates))
+    assert float(warm_up_term(moved)) == pytest.approx(wanted, rel=1e-5)
+
+
+def toy(target: float, steps: int, *, gain: float = 1.0, seed: int = 0) -> tuple[DepthControl, list[float]]:
+    """Scores that Adam moves between what leaving costs (deeper is better, ever less so) and what depth costs."""
+    control = DepthControl(steps, target=target)
+    score = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.Adam([score], lr=0.03)
+    noise, depths = random.Random(seed), []
+    for step in range(steps):
+        control.begin(step)
+        depth = 1 - score.sigmoid() * 0.75
+        loss = gain * (1 - depth) ** 2
+        price = warm_up_term([score]) if control.warming else control.beta * depth
+        optimizer.zero_grad()
+        (loss + price).backward()
+        optimizer.step()
+        control.add(loss, depth + noise.gauss(0, 0.01), 1)
+        control.finish(control.sums())
+        depths.append(float(depth.detach()))
+    return control, depths
+
+
+@pytest.mark.parametrize("target", [0.5, 0.8])
+@pytest.mark.parametrize("gain", [0.2, 3.0])
+def test_the_controller_reaches_its_target(target: float, gain: float) -> None:
+    """Whatever depth is worth: the price that does it differs fifteenfold."""
+    _, depths = toy(target, 400, gain=gain)
+    settled = depths[-40:]
+    assert abs(sum(settled) / 40 - target) < 0.02
+    assert max(settled) - min(settled) < 0.08
+
+
+def test_a_given_beta_stays() -> None:
+    control = DepthControl(10, beta=0.3)
+    for step in range(10):
+        control.begin(step)
+        control.add(torch.tensor(1.0), torch.tensor(0.9), 1)
+        control.finish(control.sums())
+    assert control.beta == 0.3
+    assert not control.warming
+
+
+def test_the_controller_goes_on_where_it_was() -> None:
+    def run(control: DepthControl, steps: range) -> list[float]:
+        betas = []
+        for step in steps:
+            control.begin(step)
+            control.add(torch.tensor(3.0), torch.tensor(1.2 + 0.2 * math.sin(step)), 2)
+            control.finish(control.sums())
+            betas.append(control.beta)
+        return betas
+
+    whole = run(DepthControl(60, target=0.6), range(60))
+    first = DepthControl(60, target=0.6)
+    begun = run(first, range(31))
+    second = DepthControl(60, target=0.6)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert begun + run(second, range(31, 60)) == whole
+    assert len(set(whole)) > 40
