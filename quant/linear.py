@@ -21,6 +21,7 @@ __all__ = ["DenseGroup", "DenseLinear", "Int4Linear", "Kernels", "Linear", "need
 
 # Measured with torch 2.13 on AVX2: the bf16 product costs one pass over the weight per row, a cast to fp32 about four.
 MATVEC_ROWS = 4
+NATIVE_ROWS = 16  # what drafts are verified in; each of them is exactly what it would be alone
 CHUNK_BYTES = 16 << 20  # of fp32 weight at a time; smaller chunks cost calls, larger ones page faults
 CUDA_CHUNK_BYTES = 512 << 20
 
@@ -62,7 +63,7 @@ class DenseLinear:
         self.is_native = fixed and weight.dtype is torch.bfloat16 and weight.is_cpu and native.available()
         if self.is_native:
             self._few = self._native
-            few_rows = native.max_rows if slow else MATVEC_ROWS
+            few_rows = native.max_rows if slow else NATIVE_ROWS
         self.few_elements = few_rows * self.in_features  # of x, for which the product for few rows is used
 
     @property

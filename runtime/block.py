@@ -106,6 +106,7 @@ class Block:
         self.norms = norms
         self.qkv, self.output, self.gate_up, self.down = qkv, output, gate_up, down
         self._kind = arch.kind_of[index]
+        self._window = arch.layers[index].window
         self._heads, self._width = [arch.num_heads, arch.num_kv_heads], arch.head_dim
         self._scale, self._softcap = arch.attention_scale, arch.attention_softcap
         native = runs_native(norms.before_attention.weight)
@@ -124,11 +125,14 @@ class Block:
     def _attention(self, x: Tensor, step: Pass, kv: KVStore) -> Tensor:
         view = step.views[self._kind]
         heads, *value = self.qkv(x)
-        if self._token is not None and isinstance(step, Step) and step.single and not heads.requires_grad:
+        if self._token is not None and isinstance(step, Step) and (step.few or step.tokens) and not heads.requires_grad:
             buffers = kv.claim(step, self.index)
             if buffers is not None:
-                own, (keys, values), seen = value[0] if value else None, buffers, range(view.first, step.end)
-                return self.output(self._token(heads, own, view.cos, view.sin, keys, values, seen))
+                own, (keys, values), turn = value[0] if value else None, buffers, (view.cos, view.sin)
+                if not step.few:
+                    return self.output(self._token.rows(heads, own, *turn, keys, values, step.seen[self._kind]))
+                seen = range(view.first, step.end)
+                return self.output(self._token(heads, own, *turn, keys, values, seen, self._window))
         q, own = self._turn(heads, view.cos, view.sin), None
         if value:
             q, k = q.split_with_sizes(self._heads, 1)

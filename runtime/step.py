@@ -17,6 +17,7 @@ from .cache import KVStore
 from .rope import Rotary
 
 FOLDED_ROWS = 8  # up to here the query heads of a group are stacked as rows: keys are read once per group
+FEW_ROWS = 16  # up to here tokens of one sequence take the native attention one by one, each exactly as if alone
 
 
 class Pass(Protocol):
@@ -81,10 +82,12 @@ class Step:
         self._rotaries = rotaries
         self.views = tuple(self._view(kind) for kind in arch.kinds)
         self._kind_of = arch.kind_of
+        self._windows = [kind.window for kind in arch.kinds]
         self._first = tuple(self.views[kind].first for kind in arch.kind_of)
         self.query_scale = self._query_scale(arch.query_scaling)
-        # One token of one sequence, for which there is a native attention.
-        self.single = self.width == 1 and len(starts) == 1 and self.query_scale is None
+        # There is a native attention for one token of each sequence, and for few of a single one.
+        self.few = self.width <= FEW_ROWS and len(starts) == 1 and self.query_scale is None
+        self.tokens = self.width == 1 and min(counts) == 1 and self.query_scale is None
 
     def attend(
         self,
@@ -109,6 +112,11 @@ class Step:
         return self._first[layer]
 
     @cached_property
+    def seen(self) -> tuple[tuple[range, ...], ...]:
+        """The positions that the last token of each row sees, by kind of layer."""
+        return tuple(tuple(range(_first_seen(end, window), end) for end in self.ends) for window in self._windows)
+
+    @cached_property
     def positions(self) -> Tensor:
         """Positions [B, S] on the host."""
         starts = torch.tensor(self.starts)[:, None]
@@ -125,7 +133,7 @@ class Step:
 
     def _view(self, kind: LayerSpec) -> View:
         cos, sin = self._rotation(kind.rope)
-        first = 0 if kind.window is None else max(0, min(self.starts) + 1 - kind.window)
+        first = _first_seen(min(self.starts) + 1, kind.window)
         folded = self.width <= FOLDED_ROWS and not self._capped
         mask, causal = self._mask(kind.window, first, folded=folded)
         return View(cos, sin, mask, causal, folded, first)
@@ -160,6 +168,11 @@ class Step:
         beta, original = scaling
         scale = 1 + beta * torch.log1p(torch.floor(self.positions / original))
         return scale[:, None, :, None].to(device=self.device, dtype=self.dtype)
+
+
+def _first_seen(end: int, window: int | None) -> int:
+    """The first position that the token before `end` sees."""
+    return 0 if window is None else max(0, end - window)
 
 
 def chunk_counts(ids: Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:

@@ -199,9 +199,10 @@ static PyObject *names(PyObject *self, PyObject *none) {
 static PyMethodDef methods[] = {
     {"dense", (PyCFunction)(void (*)(void))dense, METH_FASTCALL, "bf16 matrices times bf16 rows"},
     {"int4", (PyCFunction)(void (*)(void))int4, METH_FASTCALL, "a packed 4-bit matrix times bf16 rows"},
+    {"int8", (PyCFunction)(void (*)(void))adapt_int8, METH_FASTCALL, "an 8-bit matrix times bf16 rows"},
     {"rms_norm", (PyCFunction)(void (*)(void))adapt_rms_norm, METH_FASTCALL, "RMS norm of bf16 rows"},
     {"gated", (PyCFunction)(void (*)(void))adapt_gated, METH_FASTCALL, "activation(gate) * up of bf16 rows"},
-    {"attend", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "one token into the cache, and its attention"},
+    {"attend_rows", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "tokens into the cache, and their attention"},
     {"names", names, METH_NOARGS, "instruction sets, best first"},
     {NULL, NULL, 0, NULL},
 };

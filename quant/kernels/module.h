@@ -17,7 +17,8 @@ int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);
 /* NULL with an exception set where this processor does not have it. */
 const Isa *adapt_find_isa(long long index);
 
-/* Functions of the module that rows.c gives; METH_FASTCALL. */
+/* Functions of the module that rows.c and int8.c give; METH_FASTCALL. */
+PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -16,7 +16,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024 };
+enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024, PART = 1024 };
 
 /* ---- bf16: x is stored per block of rows as [STEP inputs][row][half][lane], padded with zeros ---- */
 
@@ -50,53 +50,47 @@ INLINE void NAME(step)(V acc[4][BLOCK], const W words[4], const char *x, const i
     }
 }
 
-/* sums[m][r] (+)= x[m] . w[r] over `count` inputs. R, M and U are constants at each call: U steps have their own
+/* sums[m][r] (+)= x[m] . w[r] over `count` inputs. R and M are constants at each call. Every sum is taken in the same
+ * order whatever R and M are, so that a row of x gives the same bits alone and beside others; R rows of w have their own
  * accumulators so that additions do not wait for one another. */
 INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, float *sums, int more, const int R,
-                       const int M, const int U) {
-    V acc[4][4][BLOCK];
+                       const int M) {
+    V acc[4][BLOCK];
     W words[4];
-    UNROLL for (int u = 0; u < U; u++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++)
-        acc[u][r][m] = zero();
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++) acc[r][m] = zero();
     int64_t k = 0;
-    for (; k + U * STEP <= count; k += U * STEP)
-        UNROLL for (int u = 0; u < U; u++, x += M * STEP_BYTES) {
-            UNROLL for (int r = 0; r < R; r++) {
-                const uint16_t *from = w + r * ldw + k + u * STEP;
-                __builtin_prefetch((const char *)from + AHEAD);
-                words[r] = load_words(from);
-            }
-            NAME(step)(acc[u], words, x, R, M);
-        }
-    for (; k < count; k += STEP, x += M * STEP_BYTES) {
+    for (; k + STEP <= count; k += STEP, x += M * STEP_BYTES) {
         UNROLL for (int r = 0; r < R; r++) {
-            uint16_t step[STEP] = {0};
             const uint16_t *from = w + r * ldw + k;
-            if (count - k < STEP) from = memcpy(step, from, sizeof(uint16_t) * (size_t)(count - k));
+            __builtin_prefetch((const char *)from + AHEAD);
             words[r] = load_words(from);
         }
-        NAME(step)(acc[0], words, x, R, M);
+        NAME(step)(acc, words, x, R, M);
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++) {
-        V total = acc[0][r][m];
-        UNROLL for (int u = 1; u < U; u++) total = add(total, acc[u][r][m]);
-        sums[m * STRIP + r] = sum(total) + (more ? sums[m * STRIP + r] : 0.0f);
+    if (k < count) {
+        UNROLL for (int r = 0; r < R; r++) {
+            uint16_t step[STEP] = {0};
+            words[r] = load_words(memcpy(step, w + r * ldw + k, sizeof(uint16_t) * (size_t)(count - k)));
+        }
+        NAME(step)(acc, words, x, R, M);
     }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++)
+        sums[m * STRIP + r] = sum(acc[r][m]) + (more ? sums[m * STRIP + r] : 0.0f);
 }
 
 /* Rows of one strip, over inputs [k0, k0 + count). */
 INLINE void NAME(strip)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, float *sums, int more, int height,
-                        const int R, const int M, const int U) {
+                        const int R, const int M) {
     int r = 0;
-    for (; r + R <= height; r += R) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, R, M, U);
-    for (; r < height; r++) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, 1, M, U);
+    for (; r + R <= height; r += R) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, R, M);
+    for (; r < height; r++) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, 1, M);
 }
 
 static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t m0, int rows, int64_t first,
                              int64_t last) {
     int64_t steps = NAME(steps)(K), bytes = rows * STEP_BYTES;
-    /* The part of x in use stays in the first-level cache. */
-    int64_t parts = (steps * bytes + 20479) / 20480, width = (steps + parts - 1) / parts * STEP;
+    /* The part of x in use stays in the first-level cache; parts are the same for any number of rows. */
+    int64_t parts = (K + PART - 1) / PART, width = (steps + parts - 1) / parts * STEP;
     for (int64_t n = first; n < last; n += STRIP) {
         int height = (int)(last - n < STRIP ? last - n : STRIP);
         float sums[BLOCK * STRIP];
@@ -105,9 +99,9 @@ static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t 
             const char *x = (const char *)xs + m0 * steps * STEP_BYTES + k / STEP * bytes;
             int64_t count = K - k < width ? K - k : width;
             switch (rows) {
-#define CASE(M, R, U) \
+#define CASE(M, R) \
     case M: \
-        NAME(strip)(w, K, count, x, sums, k > 0, height, R, M, U); \
+        NAME(strip)(w, K, count, x, sums, k > 0, height, R, M); \
         break;
                 DENSE_CASES
 #undef CASE

@@ -39,7 +39,8 @@ PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-/* One token at `position`: its projected heads, and the cache that its key and value go to. */
+/* One token at `position`: its projected heads, and the cache that its key and value go to. Of several tokens in a row
+ * each sees those before it, and gets what it would get alone: they are done one after the other. */
 typedef struct {
     const Isa *isa;
     Team team;
@@ -113,9 +114,32 @@ static int run(Token *token) {
     return 1;
 }
 
-enum { ATTEND_NUMBERS = 18 };
-static const char attend_usage[] = "attend(team, threads, isa, heads, value, cos, sin, factors, keys, values, out, "
-                                   "queries, groups, width, rotary, stride, first, position, eps, scale)";
+/* Tokens at `position` and behind it; `window`: positions that each one sees at most, its own included; 0: all. */
+typedef struct {
+    int64_t rows, heads_stride, value_stride, window;
+} Rows;
+
+static int run_rows(Token *token, const Rows *rows) {
+    const Attention first = token->attention;
+    for (int64_t r = 0; r < rows->rows; r++) {
+        Attention *a = &token->attention;
+        *a = first;
+        a->out += r * a->heads * a->width;
+        if (rows->window && token->position + 1 - rows->window > a->first) a->first = token->position + 1 - rows->window;
+        a->count = token->position + 1 - a->first;
+        if (!run(token)) return 0;
+        token->position++;
+        token->heads += rows->heads_stride;
+        if (token->value) token->value += rows->value_stride;
+        if (token->cos) token->cos += token->rotary, token->sin += token->rotary;
+    }
+    return 1;
+}
+
+enum { ATTEND_NUMBERS = 22 };
+static const char attend_usage[] = "attend_rows(team, threads, isa, heads, value, cos, sin, factors, keys, values, out, "
+                                   "queries, groups, width, rotary, stride, first, position, rows, heads_stride, "
+                                   "value_stride, window, eps, scale)";
 
 PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[ATTEND_NUMBERS];
@@ -131,10 +155,10 @@ PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count) 
                    .values = (uint16_t *)(uintptr_t)a[9], .rotary = a[14], .position = a[17], .eps = (float)eps,
                    .scale = (float)scale};
     token.attention = (Attention){.keys = token.keys, .values = token.values, .out = (uint16_t *)(uintptr_t)a[10],
-                                  .heads = a[11], .groups = a[12], .width = a[13], .stride = a[15], .first = a[16],
-                                  .count = a[17] + 1 - a[16]};
+                                  .heads = a[11], .groups = a[12], .width = a[13], .stride = a[15], .first = a[16]};
+    Rows rows = {.rows = a[18], .heads_stride = a[19], .value_stride = a[20], .window = a[21]};
     Py_BEGIN_ALLOW_THREADS
-    done = run(&token);
+    done = run_rows(&token, &rows);
     Py_END_ALLOW_THREADS
     if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;

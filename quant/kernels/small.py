@@ -77,6 +77,7 @@ class Gate:
 class TokenAttention:
     """One token of one sequence: its heads are normed and rotated, its key and value stored, then it attends.
 
+    Several tokens in a row are done one after the other, each exactly as if it came alone.
     `heads` queries of `width` over `groups` of keys and values. `factors` float32 [heads (+ groups), width] is a norm
     over each head of query and key, with `eps`.
     """
@@ -97,7 +98,7 @@ class TokenAttention:
         self._at = 0 if self._factors is None else self._factors.data_ptr()
         self._sizes, self._floats = (heads, groups, width), (float(eps), float(scale))
         self._isa, self._team = _index(isa), native.library().team
-        self._call: Callable[..., None] = native.library().module.attend
+        self._call: Callable[..., None] = native.library().module.attend_rows
 
     def __call__(  # noqa: PLR0917 - keywords cost a microsecond per layer and token
         self,
@@ -108,32 +109,92 @@ class TokenAttention:
         keys: Tensor,
         values: Tensor,
         seen: range,
+        window: int | None = None,
         threads: int | None = None,
     ) -> Tensor:
-        """Attend from `seen[-1]`, the token's position, to the positions `seen`; gives bf16 [1, 1, heads * width].
+        """Attend from the last S of `seen`, the tokens' positions, to those of `seen` up to each; S is often 1.
 
-        heads bf16 [..., heads * width], with the keys of all groups behind where there is a value [..., groups *
-        width]; cosine and signed sine [..., rotary]; keys and values [1, groups, capacity, width], written at the
-        position. Without a value nothing is stored. Raises ValueError for other dtypes or sizes.
+        heads bf16 [..., S, heads * width], with the keys of all groups behind where there is a value [..., S, groups *
+        width]; cosine and signed sine [S, rotary]; keys and values [1, groups, capacity, width], written at the
+        positions. Without a value nothing is stored. `window`: the last positions that a token sees, where fewer.
+        Gives bf16 [1, S, heads * width]. Raises ValueError for other dtypes or sizes.
         """
         queries, groups, width = self._sizes
-        own = queries if value is None else queries + groups
-        _check(_plain(heads, own * width) and _plain(keys, keys.numel()) and _plain(values, keys.numel()), "bf16 only")
-        _check(value is None or _plain(value, groups * width), "the value must be bf16 [groups * width]")
+        own = (queries if value is None else queries + groups) * width
+        rows, step = _spaced(heads, own)
+        others, value_step = (rows, 0) if value is None else _spaced(value, groups * width)
+        _check(others == rows > 0, "heads and value must be bf16 rows of as many tokens")
+        _check(_plain(keys, keys.numel()) and _plain(values, keys.numel()), "keys and values must be bf16")
         _check(keys.shape[0] == 1 and keys.shape[1] == groups and keys.shape[3] == width, "the cache does not fit")
-        _check(0 <= seen.start < seen.stop <= keys.shape[2] and seen.step == 1, "positions outside the cache")
+        _check(0 <= seen.start <= seen.stop - rows <= keys.shape[2] - rows, "positions outside the cache")
         turn, rotary = (0, 0), 0
         if cos is not None and sin is not None:
-            rotary = cos.numel()
-            _check(_plain(cos, rotary) and _plain(sin, rotary) and rotary <= width, "the rotation does not fit")
+            rotary = cos.shape[-1]
+            fits = _plain(cos, rows * rotary) and _plain(sin, rows * rotary) and rotary <= width
+            _check(fits, "the rotation does not fit")
             turn = (cos.data_ptr(), sin.data_ptr())
         threads = threads or (torch.get_num_threads() if len(seen) > LONG else 1)
-        out = heads.new_empty((1, 1, queries * width))
+        out = heads.new_empty((1, rows, queries * width))
         places = (heads.data_ptr(), 0 if value is None else value.data_ptr(), *turn, self._at)
         stored = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
-        where = (rotary, keys.shape[2] * width, seen.start, seen.stop - 1)
+        where = (rotary, keys.shape[2] * width, seen.start, seen.stop - rows, rows, step, value_step, window or 0)
         self._call(self._team, threads, self._isa, *places, *stored, *self._sizes, *where, *self._floats)
         return out
+
+    def rows(  # noqa: PLR0917 - as `__call__`
+        self,
+        heads: Tensor,
+        value: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        seen: Sequence[range],
+    ) -> Tensor:
+        """One token of each of B sequences: heads and value [B, 1, ...], keys and values [B, groups, capacity, width].
+
+        cos and sin are the same for all rows [1, rotary], or [B, 1, 1, rotary]. Gives bf16 [B, 1, heads * width], each
+        row as `__call__` would. Raises ValueError as it does.
+        """
+        queries, groups, width = self._sizes
+        count, capacity = len(seen), keys.shape[2]
+        own = queries if value is None else queries + groups
+        _check(_by_row(heads, count, own * width), "heads must be bf16, one row per sequence")
+        _check(value is None or _by_row(value, count, groups * width), "values must be bf16, one row per sequence")
+        for stored in (keys, values):
+            fits = stored.shape == (count, groups, capacity, width) and stored[0].is_contiguous()
+            _check(fits and stored.dtype is torch.bfloat16 and stored.is_cpu, "the cache does not fit")
+        fits = all(0 <= row.start < row.stop <= capacity and row.step == 1 for row in seen)
+        _check(fits, "positions outside the cache")
+        rotary = 0 if cos is None or sin is None else cos.shape[-1]
+        for turn in (cos, sin):
+            rows = 1 if turn is None or turn.numel() == rotary else count
+            _check(turn is None or (_by_row(turn, rows, rotary) and rotary <= width), "the rotation does not fit")
+        out = heads.new_empty((count, 1, queries * width))
+        places = [_places(t, count) for t in (heads, value, cos, sin)]
+        stored = [_places(t, count) for t in (keys, values, out)]
+        most, spread = torch.get_num_threads(), capacity * width
+        for row, positions in enumerate(seen):
+            way = self._team, most if len(positions) > LONG else 1, self._isa
+            own_places = [addresses[row] for addresses in places]
+            where = (rotary, spread, positions.start, positions.stop - 1, 1, 0, 0, 0)
+            at = [addresses[row] for addresses in stored]
+            self._call(*way, *own_places, self._at, *at, *self._sizes, *where, *self._floats)
+        return out
+
+
+def _places(x: Tensor | None, count: int) -> Sequence[int]:
+    """Addresses of the rows of x [count, ...]; of the only one `count` times where it has one; 0 for None."""
+    if x is None:
+        return (0,) * count
+    first, step = x.data_ptr(), x.stride(0) * x.itemsize if x.shape[0] > 1 else 0
+    return range(first, first + step * count, step) if step else (first,) * count
+
+
+def _by_row(x: Tensor, count: int, size: int) -> bool:
+    """Whether x is bf16 on the CPU, [count, ...] with `size` contiguous values in each row."""
+    fits = x.shape[0] == count and x.numel() == count * size and x[:1].is_contiguous()
+    return fits and x.dtype is torch.bfloat16 and x.is_cpu
 
 
 def _check(fits: bool, message: str) -> None:
@@ -143,6 +204,14 @@ def _check(fits: bool, message: str) -> None:
 
 def _plain(x: Tensor, count: int) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.numel() == count and x.is_contiguous()
+
+
+def _spaced(x: Tensor, width: int) -> tuple[int, int]:
+    """Rows of a bf16 x [..., S, width] on the CPU, and how far apart they are; (0, 0) where x is not that."""
+    if x.dtype is not torch.bfloat16 or not x.is_cpu or x.shape[-1] != width or x.stride(-1) != 1:
+        return 0, 0
+    rows = x.shape[-2] if x.dim() > 1 else 1
+    return (rows, x.stride(-2) if rows > 1 else width) if x.numel() == rows * width else (0, 0)
 
 
 def _even(x: Tensor) -> bool:
@@ -205,6 +274,7 @@ def _samples(module: ModuleType, isa: int) -> list[Tensor]:
         out = torch.zeros(size * groups * width, dtype=torch.bfloat16)
         at = [tensor.data_ptr() for tensor in (heads, value, *turn.unbind())]
         stored = [tensor.data_ptr() for tensor in (keys, values, out)]
-        module.attend(0, 1, isa, *at, 0, *stored, size * groups, groups, width, width, count * width, 3, 140, 0.0, 0.2)
+        where = width, count * width, 3, 140, 1, 0, 0, 0
+        module.attend_rows(0, 1, isa, *at, 0, *stored, size * groups, groups, width, *where, 0.0, 0.2)
         results += [out, keys, values]
     return [result.float() for result in results]

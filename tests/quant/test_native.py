@@ -51,6 +51,16 @@ def test_bf16(isa: str, M: int, N: int, K: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("N", "K"), [(64, 96), (37, 896), (5, 30), (33, 2600), (40, 4864)])
+def test_a_row_gets_the_same_bits_alone_and_beside_others(isa: str, N: int, K: int) -> None:
+    """What lossless drafts rest on: a token verified among others is the token decoded by itself."""
+    x, w, bias = normal(17, K, seed=1), normal(N, K, seed=N), normal(N, seed=2)
+    alone = torch.cat([native.bf16_matmul(row, w, bias, isa=isa) for row in x.split(1)])
+    for M in range(2, 18):
+        assert torch.equal(native.bf16_matmul(x[:M], w, bias, isa=isa), alone[:M]), M
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("M", range(1, 18))
 @pytest.mark.parametrize(("N", "K", "group"), [(48, 128, 32), (37, 320, 64), (16, 384, 128), (21, 120, 24), (5, 8, 8)])
 @pytest.mark.parametrize("exact", [True, False])

@@ -124,6 +124,31 @@ def test_any_attention(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("stores", [True, False])
+def test_tokens_in_a_row_are_tokens_one_by_one(isa: str, window: int | None, stores: bool) -> None:
+    """To the last bit; heads and values are parts of wider rows."""
+    rows, groups, heads, width, start = 5, 2, 6, 24, 70
+    own = heads + (groups if stores else 0)
+    both = normal(1, rows, (own + groups) * width)
+    x, value = both.split_with_sizes([own * width, groups * width], -1)
+    cos, sin = normal(rows, width, seed=4), normal(rows, width, seed=5)
+    call = small.TokenAttention(heads, groups, width, scale=0.2, isa=isa)
+    together, alone = (cache_of(groups, 80, width) for _ in range(2))
+    first = 0 if window is None else max(0, start + 1 - window)
+    got = call(x, value if stores else None, cos, sin, *together, range(first, start + rows), window)
+    for row in range(rows):
+        end = start + row + 1
+        first = 0 if window is None else max(0, end - window)
+        one = slice(row, row + 1)
+        heads_of, value_of = x[:, one].contiguous(), value[:, one].contiguous() if stores else None
+        out = call(heads_of, value_of, cos[one], sin[one], *alone, range(first, end))
+        assert torch.equal(got[:, one], out)
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_scores_too_large_for_an_exponential(isa: str) -> None:
     """One key wins by far, early or late: no overflow, and what was summed before it fades."""
     for winner in (0, 70, 199):
@@ -141,8 +166,8 @@ def test_a_wrong_instruction_set_is_not_used() -> None:
     scalar = library.isas["scalar"]
     expected = small._samples(library.module, scalar)
     assert small._agree(small._samples(library.module, scalar), expected)
-    for name, place, change in [("rms_norm", 5, -1), ("gated", 6, -1), ("attend", 16, 1), ("attend", 17, -1)]:
-        wrong: Any = type("Module", (), {n: getattr(library.module, n) for n in ("rms_norm", "gated", "attend")})()
+    for name, place, change in [("rms_norm", 5, -1), ("gated", 6, -1), ("attend_rows", 16, 1), ("attend_rows", 17, -1)]:
+        wrong: Any = type("Module", (), {n: getattr(library.module, n) for n in ("rms_norm", "gated", "attend_rows")})()
         right = getattr(library.module, name)
 
         def call(*arguments: Any, right: Any = right, place: int = place, change: int = change) -> None:
