@@ -193,10 +193,12 @@ def figures(stats: "GenerationStats") -> Mapping[str, object]:
         "prefill_tokens_per_s": rounded(stats.prefill_tokens_per_s, 2),
         "decode_tokens_per_s": rounded(stats.decode_tokens_per_s, 2),
         "first_token_ms": rounded(stats.first_token_ms, 1),
+        "acceptance": rounded(stats.acceptance, 4),
+        "tokens_per_verify": rounded(stats.tokens_per_verify, 3),
         "exit_histogram": {str(depth): count for depth, count in sorted(stats.exit_histogram.items())},
+        "pass_rows": {str(rows): count for rows, count in sorted(stats.pass_rows.items())},
     }
 
-        "pass_rows": {str(rows): count for rows, count in sorted(stats.pass_rows.items())},
 
 def rounded(value: float | None, digits: int) -> float | None:
     """Round what is known."""
@@ -212,14 +214,19 @@ def report(stats: "GenerationStats", memory: int | None = None) -> Iterator[str]
     )
     if stats.mean_depth is not None:
         yield f"mean depth {stats.mean_depth:.1f} blocks"
+    if stats.acceptance is not None and stats.tokens_per_verify is not None:
+        yield (
+            f"{stats.drafted} tokens drafted, {stats.acceptance:.0%} accepted; "
+            f"{stats.tokens_per_verify:.2f} tokens for each dense pass"
+        )
     deepest = max(stats.exit_histogram, default=0)
     yield from histogram([stats.exit_histogram.get(depth, 0) for depth in range(1, deepest + 1)])
+    if stats.mean_pass_rows is not None:
+        longest = max(stats.pass_rows)
+        yield f"passes above an exit took along {stats.mean_pass_rows - 1:.1f} waiting tokens, {longest - 1} at most"
     if memory is not None:
         yield f"memory {human_bytes(memory)}"
 
 
 def _rate(rate: float | None) -> str:
     return "" if rate is None else f", {rate:.1f} tokens/s"
-    if stats.mean_pass_rows is not None:
-        longest = max(stats.pass_rows)
-        yield f"passes above an exit took along {stats.mean_pass_rows - 1:.1f} waiting tokens, {longest - 1} at most"

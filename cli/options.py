@@ -108,6 +108,15 @@ def dtype(text: str) -> str:
     return DTYPES[text]
 
 
+def draft(text: str) -> int | None:
+    """Return a number of tokens, None for auto. Raises UsageError."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"--draft {text} is not a number or auto")
+    return int(text)
+
+
 def _dtype_names(incomplete: str) -> list[str]:
     return [name for name in ("auto", "bf16", "fp16", "fp32") if name.startswith(incomplete)]
 
@@ -195,6 +204,22 @@ def opening(
         float | None,
         typer.Option(
             "--tau", metavar="X", rich_help_panel=RIVER, help="Exit threshold (default: the bundle's; 1: dense)."
+        ),
+    ] = None,
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless", rich_help_panel=RIVER, help="The river only drafts: the dense model's text, made faster."
+        ),
+    ] = False,
+    draft: Annotated[
+        int | None,
+        typer.Option(
+            "--draft",
+            parser=draft,
+            metavar="N|auto",
+            rich_help_panel=RIVER,
+            help="Tokens drafted at a time with --lossless (default: as many as pay).",
         ),
     ] = None,
     prefill: Annotated[

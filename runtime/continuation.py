@@ -82,6 +82,8 @@ class Continuation:
         seconds = time.perf_counter() - started
         record = TokenRecord(self.stats.tokens, token, text, output.depth, seconds, reason, output.passes)
         self.stats.add(record)
+        self.stats.drafted += output.drafted
+        self.stats.accepted += output.accepted
         return record
 
     def _read(self, token: int, index: int) -> tuple[str, FinishReason | None]:

@@ -35,6 +35,10 @@ class StepOutput:
     """The next token where the model has chosen it; otherwise it is chosen from `logits`."""
     passes: tuple[int, ...] = ()
     """Rows of each pass above an exit that earlier tokens had left at (N-vium)."""
+    drafted: int = 0
+    """Tokens drafted ahead in this call (lossless River)."""
+    accepted: int = 0
+    """1 where the token was such a draft, already verified: nothing ran."""
 
 
 class Model(Protocol):

@@ -78,6 +78,8 @@ _OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "prefill": ("River", "--prefill dense"),
         "gpu_memory": ("River", "--gpu-memory"),
         "offload": ("River", "--offload stream"),
+        "lossless": ("River", "--lossless"),
+        "draft": ("River", "--draft"),
         "per_exit_truncation": ("N-vium", "--per-exit-truncation"),
         "piggyback": ("N-vium", "--no-piggyback"),
         "max_deferred": ("N-vium", "--max-deferred"),

@@ -6,12 +6,14 @@ Knows the methods and their loaders; computes nothing.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..errors import UsageError
 from .bundle import Bundle
 from .classify_loading import check_scores, document_reader, load_classifier
 from .dense import Dense
 from .exit_layers import LazyBlocks
 from .generate import Model
 from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_options, resolve_device, resolve_dtype
+from .lossless import LosslessRiver
 from .methods import Nvium, River, TwoDee
 from .nvium_loading import load_nvium
 from .options import SessionOptions
@@ -31,9 +33,21 @@ def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
     mixture = bundle.manifest.method(Nvium)
     if mixture is not None:
         return load_nvium(bundle, mixture, options)
-    if bundle.manifest.method(River) is not None:
-        return load_river(bundle, options, reporter)
-    return load_dense(bundle, options)
+    settings = bundle.manifest.method(River)
+    if settings is None:
+        return load_dense(bundle, options)
+    return _load_lossless(bundle, settings, options) if options.lossless else load_river(bundle, options, reporter)
+
+
+def _load_lossless(bundle: Bundle, settings: River, options: SessionOptions) -> LosslessRiver:
+    river = load_river(bundle, options)
+    count = bundle.architecture.num_layers
+    if river.deepest < count:
+        raise UsageError(
+            f"--lossless gives the dense model's text; only {river.deepest} of its {count} blocks are loaded",
+            f"Give --resident {count}, or --offload stream on a GPU; or leave out --lossless.",
+        )
+    return LosslessRiver(river, entry_layer=settings.entry_layer, draft=options.draft)
 
 
 def load_dense(bundle: Bundle, options: SessionOptions) -> Dense:

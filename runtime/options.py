@@ -7,6 +7,8 @@ from typing import Literal
 from ..errors import UsageError
 
 Offload = Literal["drop", "stream"]
+LONGEST_DRAFT = 15
+"""Verified as 16 rows, which take the same kernels on a CPU as one row."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class SessionOptions:
     """Backbone blocks that are loaded at all."""
     offload: Offload = "drop"
     """What becomes of the other blocks: never run, or streamed from host memory (GPU)."""
+    lossless: bool = False
+    """The river only drafts, the dense model decides (River)."""
+    draft: int | None = None
+    """Tokens drafted at a time; None = as many as pay (River, lossless)."""
     per_exit_truncation: bool = False
     """Temperature and filters act on the drawn exit's law, instead of on the mixture of all exits (N-vium)."""
     piggyback: bool = True
@@ -45,9 +51,15 @@ class SessionOptions:
     """Hub cache, for bundles that only refer to their backbone."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "ctx_size", "resident", "max_deferred"):
+        for name in ("threads", "ctx_size", "resident", "max_deferred", "draft"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}", "It must be 1 or more.")
+        if self.draft is not None and not self.lossless:
+            raise UsageError("draft is for lossless generation", "Say --lossless too.")
+        if self.draft is not None and self.draft > LONGEST_DRAFT:
+            raise UsageError(f"draft is {self.draft}", f"It must be {LONGEST_DRAFT} or less.")
+        if self.tau is not None and self.lossless:
+            raise UsageError("tau says when tokens leave; lossless, none does", "Leave out --tau or --lossless.")
         if self.tau is not None and not -1 <= self.tau <= 1:
             raise UsageError(f"tau is {self.tau}", "It is a cosine, between -1 and 1.")
