@@ -1,9 +1,11 @@
 """`adapt eval --tasks`: a task of lm-evaluation-harness from a local file, offline; the page, the report, refusals."""
 
+import ast
 import importlib
 import importlib.util
 import json
 import math
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,7 @@ from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.scoring import Passage, Scorer, full_depth, reader_of
 from adapt_llm.runtime.session import Session, open_session
 
+ROOT = Path(__file__).resolve().parents[2]
 Invoke = Callable[..., tuple[int, str, str]]
 HARNESS = "adapt_llm.runtime.harness"
 """Imports lm_eval, so it is imported where that is installed."""
@@ -196,6 +199,15 @@ def test_what_the_harness_does_not_know(adapt: Invoke, toy: Path, monkeypatch: p
     code, out, err = adapt("eval", toy, "--tasks", "no_such_task_at_all")
     assert (code, out) == (2, "")
     assert err.startswith("adapt: error: lm-evaluation-harness knows no task no_such_task_at_all.")
+
+
+def test_the_entry_point_names_a_class_that_is_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = project["entry-points"]["lm_eval.models"]["adapt"].partition(":")
+    source = ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+    assert module == HARNESS
+    assert name in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    assert any(requirement.startswith("lm-eval") for requirement in project["optional-dependencies"]["eval"])
 
 
 def test_without_the_harness(adapt: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
