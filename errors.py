@@ -10,6 +10,12 @@ AdaptError               exit 1   something failed; the message says what, the h
 Every layer may raise these; only `cli` prints them. This module imports nothing of the package.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
+A = TypeVar("A")
+R = TypeVar("R")
+
 
 class AdaptError(Exception):
     """A known failure: `message` says what is wrong, `hint` what the user can do about it."""
@@ -49,3 +55,16 @@ class ResourceError(AdaptError):
     """Not enough memory or disk."""
 
     exit_code = 5
+
+
+def attempt(function: Callable[[A], R], argument: A) -> R | AdaptError:
+    """Call a function with one of many arguments; return its result, or the error that is this argument's alone.
+
+    Raises AccessError and ResourceError, which the next argument would meet too.
+    """
+    try:
+        return function(argument)
+    except (ResourceError, AccessError):
+        raise
+    except AdaptError as error:
+        return error

@@ -7,11 +7,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from ..errors import AccessError, AdaptError, ResourceError
+from ..errors import AdaptError, attempt
 from ..runtime.rows import Row
 
 Result = Mapping[str, object]
@@ -40,32 +39,6 @@ class Answers(Protocol[T]):
         Raises what would also befall the next row.
         """
         ...
-
-
-@dataclass(frozen=True)
-class OneByOne:
-    """Rows answered one after the other by a function. It raises the row's AdaptError."""
-
-    function: Callable[[Row], Result]
-
-    def read(self, row: Row) -> Row:
-        """See `Answers.read`."""
-        return row
-
-    def answer(self, items: Iterator[Row | None]) -> Iterator[Outcome]:
-        """See `Answers.answer`."""
-        for row in items:
-            if row is not None:
-                yield _attempt(self.function, row)
-
-
-def _attempt(function: Callable[[Row], T], row: Row) -> T | AdaptError:
-    try:
-        return function(row)
-    except (ResourceError, AccessError):
-        raise  # the next row would fail the same way
-    except AdaptError as error:
-        return error
 
 
 def _content(row: Row) -> Row:
@@ -100,7 +73,7 @@ class InOrder:
             if row is None:
                 yield None
                 continue
-            item = _attempt(lambda row: answers.read(_content(row)), row)
+            item = attempt(lambda row: answers.read(_content(row)), row)
             failed = isinstance(item, AdaptError)
             self._waiting.append((row, item if failed else None))
             if failed:

@@ -5,12 +5,12 @@ Knows a bundle's stored figures (`TwoDee`), no tensors: points become `runtime.s
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import UsageError
-from .options import TWODEE
+from .options import ROWS, TWODEE
 
 if TYPE_CHECKING:
     from ..runtime.methods import Decision, FixedLayer, Thresholds, TwoDee
@@ -22,7 +22,7 @@ GENERATION = (
     *("per_exit_truncation", "piggyback", "max_deferred"),
 )
 """Parameters of commands that mean nothing to a bundle that classifies."""
-CLASSIFICATION = ("threshold", "max_drop", "full", "one_d", "batch_size")
+CLASSIFICATION = ("threshold", "max_drop", "full", "one_d")
 """Parameters of commands that mean nothing to a bundle that generates."""
 
 
@@ -35,7 +35,7 @@ class Asked:
     full: bool = False
     one_d: bool = False
     batch_size: int | None = None
-    """Documents at once; None: decided by the machine."""
+    """Rows at once, whatever is done with them; None: decided by model and machine."""
 
     def __post_init__(self) -> None:
         given = {"--threshold": self.threshold is not None, "--max-drop": self.max_drop is not None}
@@ -166,10 +166,10 @@ MaxDrop = Annotated[
         help="The fastest stored point that loses at most X of accuracy (0.02: 2 %).",
     ),
 ]
-BatchSize = Annotated[
-    str,
-    typer.Option("--batch-size", "-b", metavar="N|auto", rich_help_panel=TWODEE, help="Documents at once."),
-]
+
+
+def _batch_option(panel: str) -> Any:  # noqa: ANN401 - typer's own
+    return typer.Option("--batch-size", "-b", metavar="N|auto", rich_help_panel=panel, help="Rows at once.")
 
 
 def classification(
@@ -182,13 +182,15 @@ def classification(
     one_d: Annotated[
         bool, typer.Option("--one-d", rich_help_panel=TWODEE, help="Read everything, through a fixed number of layers.")
     ] = False,
-    batch_size: BatchSize = "auto",
+    batch_size: Annotated[str, _batch_option(ROWS)] = "auto",
 ) -> Asked:
-    """Read the options of classification."""
+    """Read the options of classification, and how many rows are answered at once."""
     return Asked(_thresholds(threshold), max_drop, full, one_d, _batch_size(batch_size))
 
 
-def comparison(*, threshold: Threshold = None, max_drop: MaxDrop = None, batch_size: BatchSize = "auto") -> Asked:
+def comparison(
+    *, threshold: Threshold = None, max_drop: MaxDrop = None, batch_size: Annotated[str, _batch_option(TWODEE)] = "auto"
+) -> Asked:
     """Read the options of a comparison of all ways to decide."""
     return Asked(_thresholds(threshold), max_drop, batch_size=_batch_size(batch_size))
 

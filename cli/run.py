@@ -142,7 +142,9 @@ def command(
         refuse(ctx, CLASSIFICATION, f"is for bundles that classify (2dee); {path} generates")
         if choices.max_tokens is None:
             choices = replace(choices, max_tokens=MAX_TOKENS)
-        run = Run(ctx.obj, path, settings, choices, system=system, raw=raw, stats=stats or ctx.obj.verbose)
+        run = Run(
+            ctx.obj, path, settings, choices, asked.batch_size, system=system, raw=raw, stats=stats or ctx.obj.verbose
+        )
     if request.inputs:
         run.rows(source.rows(request, as_json=as_json))
         return

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
+from ..errors import AdaptError
 from ..runtime.progress import Reporter
 from ..runtime.rows import Row
 from . import failures, services
-from .answers import OneByOne
+from .answers import Outcome
 from .charts import histogram, human_bytes
 from .console import make_reporter
 from .generation import Choices, figures, report, rounded
@@ -22,6 +23,7 @@ from .state import State
 from .writing import destination
 
 if TYPE_CHECKING:
+    from ..runtime.continuation import Request
     from ..runtime.session import Session
     from ..runtime.stream import GenerationStats, TokenStream
     from ..runtime.template import Message
@@ -48,11 +50,44 @@ class Totals:
         count = sum(self.depths.values())
         return f", mean depth {sum(depth * n for depth, n in self.depths.items()) / count:.1f}" if count else ""
 
-    def lines(self, seconds: float) -> Iterator[str]:
+    def lines(self, seconds: float, at_once: int) -> Iterator[str]:
         """Yield what --stats says."""
-        yield f"{self.tokens} new tokens, {self.tokens / seconds:.1f} tokens/s with prompts"
+        rate = f"{self.tokens / seconds:.1f} tokens/s with prompts"
+        yield f"{self.tokens} new tokens, {rate}, {at_once} row{'s' if at_once > 1 else ''} at once"
         deepest = max(self.depths, default=0)
         yield from histogram([self.depths.get(depth, 0) for depth in range(1, deepest + 1)])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows to requests to answers, several at once (`Answers`)."""
+
+    session: "Session"
+    batch_size: int
+    choices: Choices
+    system: str | None
+    raw: bool
+    totals: Totals
+    columns: Sequence[str] = COLUMNS
+
+    def read(self, row: Row) -> "Request":
+        """See `Answers.read`."""
+        if row.content is None:
+            raise RuntimeError("a row without content has no answer")
+        options = services.generation_options(self.choices, row=row.number)
+        content = cast("str | list[Message]", row.content)  # sentences are read for classification only
+        return self.session.prepare(content, options, system=self.system, raw=self.raw)
+
+    def answer(self, items: "Iterator[Request | None]") -> Iterator[Outcome]:
+        """See `Answers.answer`."""
+        for outcome in self.session.answer_all(items, self.batch_size):
+            if isinstance(outcome, AdaptError):
+                yield outcome
+                continue
+            stats = outcome.stats
+            self.totals.add(stats)
+            found = (outcome.text, stats.tokens, stats.finish_reason, rounded(stats.mean_depth, 2))
+            yield dict(zip(self.columns, found, strict=True))
 
 
 @dataclass
@@ -63,6 +98,7 @@ class Run:
     bundle: Path
     settings: Mapping[str, Any]
     choices: Choices
+    batch_size: int | None
     system: str | None
     raw: bool
     stats: bool
@@ -104,25 +140,16 @@ class Run:
             self._end(job.done.failed)
             return
         totals, session = Totals(), self._open()
+        at_once = session.rows_at_once(self.batch_size)
         started = time.monotonic()
-        summary = job.run(OneByOne(lambda row: self._row(session, row, totals)), self.reporter)
+        answers = Rows(session, at_once, self.choices, self.system, self.raw, totals, self.columns)
+        summary = job.run(answers, self.reporter)
         seconds = time.monotonic() - started
         self.reporter.note(summary.line(seconds) + totals.mean_depth())
         if self.stats and seconds > 0:
-            self._say(totals.lines(seconds))
+            self._say(totals.lines(seconds, at_once))
             self._say(iter([f"memory {human_bytes(services.peak_memory())}"]))
         self._end(summary.failed)
-
-    def _row(self, session: "Session", row: Row, totals: Totals) -> Mapping[str, object]:
-        if row.content is None:
-            raise RuntimeError("a row without content has no answer")
-        options = services.generation_options(self.choices, row=row.number)
-        content = cast("str | list[Message]", row.content)  # sentences are read for classification only
-        answer = session.complete(content, options, system=self.system, raw=self.raw)
-        text = "".join(record.text for record in answer)
-        totals.add(answer.stats)
-        found = (text, answer.stats.tokens, answer.stats.finish_reason, rounded(answer.stats.mean_depth, 2))
-        return dict(zip(self.columns, found, strict=True))
 
     def _end(self, failed: int) -> None:
         if failed:

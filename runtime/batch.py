@@ -4,15 +4,15 @@ Knows the model only by a protocol: no weights, no exit rule, no chat template, 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import psutil
 import torch
 from torch import Tensor
 
-from ..errors import AccessError, AdaptError, ResourceError, UsageError
+from ..errors import AdaptError, ResourceError, UsageError, attempt
 from .cache import KVCache, RotationChangedError
 from .continuation import Continuation, Request
 from .generate import Model, StepOutput
@@ -26,9 +26,6 @@ CPU_ROWS = 8
 GPU_ROWS = 32
 _CAPACITY_STEP = 64
 _END = object()
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 
 @runtime_checkable
@@ -60,16 +57,6 @@ class Answer:
 
 Outcome = Answer | AdaptError
 """A text, or the error that is its own."""
-
-
-def attempt(function: Callable[[A], R], argument: A) -> R | AdaptError:
-    """Call a function; return its result, or the error that another call would not share."""
-    try:
-        return function(argument)
-    except (ResourceError, AccessError):
-        raise  # the next text would fail the same way
-    except AdaptError as error:
-        return error
 
 
 def suitable_batch(model: BatchModel, context_size: int) -> int:

@@ -4,6 +4,7 @@ A routed block is an ordinary `Block` whose linears take each row through the de
 sees one set of keys and values. Knows no exit rule: who has left is said by the caller through `Rows`.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,13 +92,9 @@ class Ladder:
         one, other = self.dense[index], self.exits[index]
         if one is other:
             return one
-        rows = Rows(left)
-        return Block(
-            self.arch,
-            index,
-            one.norms,
-            qkv=RoutedProjection(one.qkv, other.qkv, rows),
-            output=RoutedLinear(one.output, other.output, rows),
-            gate_up=RoutedProjection(one.gate_up, other.gate_up, rows),
-            down=RoutedLinear(one.down, other.down, rows),
-        )
+        rows, routed = Rows(left), copy.copy(one)
+        routed.qkv = RoutedProjection(one.qkv, other.qkv, rows)
+        routed.output = RoutedLinear(one.output, other.output, rows)
+        routed.gate_up = RoutedProjection(one.gate_up, other.gate_up, rows)
+        routed.down = RoutedLinear(one.down, other.down, rows)
+        return routed

@@ -21,6 +21,7 @@ from ..errors import FormatError, UsageError
 from .row_content import CONTENT_KEYS, Content, Wanted, content_problem, has_surrogate
 
 STDIN = "-"
+MAX_SHOWN = 200  # characters of an input that a message repeats
 MAX_LINE_BYTES = 64 * 2**20  # a longer line is that row's error; memory stays bounded
 
 
@@ -237,12 +238,22 @@ def _table_rows(name: str, lines: Iterable[bytes], form: str, wanted: Wanted) ->
     header = next(reader, None)
     if header is None:
         return
+    header = _distinct(header)
     column = Wanted(_column(name, header, wanted), wanted.keys)
     while (cells := _next_cells(reader)) is not None:
         if isinstance(cells, str):
             yield Row(0, digest(cells.encode()), dict.fromkeys(header, ""), error=cells)
         elif cells:
             yield _table_row(header, cells, column)
+
+
+def _distinct(header: Sequence[str]) -> list[str]:
+    """Columns by names of their own: a second `x` is `x.1`, so that no cell takes the place of another."""
+    names: list[str] = []
+    for name in header:
+        again = (f"{name}.{count}" for count in range(1, len(names) + 2))
+        names.append(name if name not in names else next(new for new in again if new not in (*names, *header)))
+    return names
 
 
 def _next_cells(reader: Iterator[list[str]]) -> list[str] | str | None:
@@ -274,7 +285,8 @@ def _table_row(header: Sequence[str], cells: Sequence[str], column: Wanted) -> R
         clean = {name: _replaced(cast("str", cell)) for name, cell in fields.items()}
         return Row(0, key, clean, error=f"column '{bad[0]}' is not UTF-8")
     if len(cells) != len(header):
-        return Row(0, key, fields, error=f"{len(cells)} cells where the header has {len(header)}")
+        extra = f": {', '.join(map(repr, cells[len(header) :]))}" if len(cells) > len(header) else ""
+        return Row(0, key, fields, error=f"{len(cells)} cells where the header has {len(header)}{extra[:MAX_SHOWN]}")
     return _content_row(key, fields, column)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UsageError
-from .batch import Answer, BatchModel, Outcome, answer_all, attempt, suitable_batch
+from ..errors import UsageError, attempt
+from .batch import Answer, BatchModel, Outcome, answer_all, suitable_batch
 from .bundle import Bundle
 from .continuation import Request, check_fits
 from .conversation import ChatParts, Conversation, GenerationOptions

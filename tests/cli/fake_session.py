@@ -7,7 +7,7 @@ its time, DEFECT breaks the program, NONE ends before the first token.
 import json
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,12 +106,33 @@ class FakeSession:
         text = prompt if isinstance(prompt, str) else " / ".join(message["content"] for message in prompt)
         return stream(" ".join([*([system] if system else []), *(["RAW"] if raw else []), text]), options)
 
+    def prepare(self, *args: Any, **options: Any) -> TokenStream:
+        """A stream that has not begun is what this session calls a request."""
+        return self.complete(*args, **options)
+
+    def rows_at_once(self, asked: int | None) -> int:
+        return 1 if asked is None else asked
+
+    def answer_all(self, requests: Iterable[TokenStream | None], batch_size: int) -> Iterator[SimpleNamespace]:
+        """Reads `batch_size` requests, then answers them; fewer where none is there yet."""
+        waiting: list[TokenStream] = []
+        for request in requests:
+            waiting += [] if request is None else [request]
+            if request is None or len(waiting) == batch_size:
+                yield from map(_answer, waiting)
+                waiting.clear()
+        yield from map(_answer, waiting)
+
     def chat(self, system: str | None, *, raw: bool) -> FakeConversation:
         if "base" in str(self.path) and not raw and self.settings["chat_template"] is None:
             raise AdaptError(
                 "base has no chat template: it is a base model", "Give one with --chat-template, or --raw."
             )
         return FakeConversation(system)
+
+
+def _answer(request: TokenStream) -> SimpleNamespace:
+    return SimpleNamespace(text="".join(record.text for record in request), stats=request.stats)
 
 
 def open_session(path: Path, settings: Mapping[str, Any], reporter: object) -> FakeSession:

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from adapt_llm.cli import services
-from adapt_llm.cli.answers import MOST_FAILED, READ_AHEAD, InOrder, OneByOne, Pausing
+from adapt_llm.cli.answers import MOST_FAILED, READ_AHEAD, InOrder, Pausing
 from adapt_llm.cli.classification import Asked, choose
 from adapt_llm.cli.rows_out import TextLines
 from adapt_llm.cli.run_classify import Rows, Totals
 from adapt_llm.cli.run_rows import RowsJob, RowsRequest
-from adapt_llm.errors import AdaptError, UsageError
+from adapt_llm.errors import UsageError
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.rows import Row
 
@@ -58,6 +58,16 @@ def test_answers_are_written_in_order_and_at_once() -> None:
     assert order.idle
 
 
+class Empty:
+    """Answers of nothing, one row after the other."""
+
+    def read(self, row: Row) -> Row:
+        return row
+
+    def answer(self, items: Iterator[Row | None]) -> Iterator[dict[str, object]]:
+        return ({} for row in items if row is not None)
+
+
 def test_a_row_that_fails_first_is_written_before_the_next_is_read() -> None:
     written: list[int] = []
     order = InOrder(lambda row, _: written.append(row.number))
@@ -67,7 +77,7 @@ def test_a_row_that_fails_first_is_written_before_the_next_is_read() -> None:
         assert written == [1]
         yield Row(2, "", content="a")
 
-    order.run(rows(), OneByOne(lambda _: {}))
+    order.run(rows(), Empty())
     assert written == [1, 2]
 
 
@@ -105,7 +115,7 @@ def test_an_error_of_reading_reaches_the_caller(tmp_path: Path) -> None:
         assert request.may_pause
         job = RowsJob.prepare(request, ["x"], print)
         with pytest.raises(UsageError, match="has no column"):
-            job.run(OneByOne(lambda _: {}), SilentReporter())
+            job.run(Empty(), SilentReporter())
 
 
 def test_a_thread_reads_a_little_ahead_and_ends() -> None:
@@ -154,14 +164,6 @@ def test_text_of_two_values() -> None:
     assert form.encode(row, {"label": "a\tb\nc", "confidence": 0.5, "scores": {}}) == b"a\\tb\\nc\t0.5\n"
     assert form.encode(row, {"label": None, "error": "x"}) == b"\t\n"
     assert TextLines().encode(row, {"text": "a\tb", "tokens": 3}) == b"a\tb\n"
-
-
-def test_rows_that_cannot_be_answered_alone() -> None:
-    def broken(_: Row) -> dict[str, object]:
-        raise AdaptError("this one")
-
-    outcome = next(OneByOne(broken).answer(iter([None, Row(1, "", content="a")])))
-    assert isinstance(outcome, AdaptError)
 
 
 # --- memory
