@@ -1,0 +1,125 @@
+/* Few bf16 rows times a matrix of 8-bit codes with a scale for each of its rows: out = (x q^T) * scale.
+ *
+ * For the head, whose 16-bit weights are the largest part of what a token of a small model reads. Like module.c it
+ * trusts its arguments, which native8.py checks.
+ */
+#include "module.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+typedef struct Int8 Int8;
+struct Int8 {
+    void (*rows)(const Int8 *p, int64_t first, int64_t last);
+    const int8_t *w;     /* [n, K] */
+    const float *scales; /* [n] */
+    const float *x;      /* [M, K] */
+    uint16_t *out;       /* [M, n] */
+    int64_t M, K, n, step;
+    atomic_llong next;
+};
+
+static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
+    for (int64_t m = 0; m < p->M; m++)
+        for (int64_t n = first; n < last; n++) {
+            float total = 0;
+            for (int64_t k = 0; k < p->K; k++) total += (float)p->w[n * p->K + k] * p->x[m * p->K + k];
+            p->out[m * p->n + n] = float_to_bf16(total * p->scales[n]);
+        }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+static inline float avx2_sum(__m256 value) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#define NAME(x) avx2_##x
+#define LANES 8
+#define V __m256
+#define zero() _mm256_setzero_ps()
+#define load(from) _mm256_loadu_ps(from)
+#define codes(from) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
+#define fma(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define add(a, b) _mm256_add_ps(a, b)
+#define sum(v) avx2_sum(v)
+#include "int8.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f")
+#endif
+#define NAME(x) avx512_##x
+#define LANES 16
+#define V __m512
+#define zero() _mm512_setzero_ps()
+#define load(from) _mm512_loadu_ps(from)
+#define codes(from) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from))))
+#define fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define add(a, b) _mm512_add_ps(a, b)
+#define sum(v) _mm512_reduce_add_ps(v)
+#include "int8.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#else
+#define avx2_rows scalar_rows
+#define avx512_rows scalar_rows
+#endif
+
+static void work(void *data) {
+    Int8 *p = data;
+    for (;;) {
+        int64_t first = atomic_fetch_add_explicit(&p->next, p->step, memory_order_relaxed);
+        if (first >= p->n) return;
+        p->rows(p, first, first + p->step < p->n ? first + p->step : p->n);
+    }
+}
+
+static int run(Int8 *p, const uint16_t *x, int64_t threads, Team team) {
+    float *wide = malloc(sizeof(float) * (size_t)(p->M * p->K + 1));
+    if (!wide) return 0;
+    for (int64_t i = 0; i < p->M * p->K; i++) wide[i] = bf16_to_float(x[i]);
+    p->x = wide;
+    p->step = 65536 / p->K + 1; /* of weights at a time: they stay in the second-level cache for further rows of x */
+    atomic_init(&p->next, 0);
+    if (threads > 1 && team && p->n * p->K * p->M > 600000) team(work, p, (unsigned)threads, 0);
+    else work(p);
+    free(wide);
+    return 1;
+}
+
+/* int8(team, threads, isa, x, M, K, w, n, out, scales); K is a multiple of 16 */
+PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[10];
+    (void)self;
+    if (count != 10) {
+        PyErr_SetString(PyExc_TypeError, "int8(team, threads, isa, x, M, K, w, n, out, scales)");
+        return NULL;
+    }
+    if (!adapt_read_numbers(args, count, a)) return NULL;
+    const Isa *isa = adapt_find_isa(a[2]);
+    if (!isa) return NULL;
+    Int8 p = {.w = (const int8_t *)(uintptr_t)a[6], .scales = (const float *)(uintptr_t)a[9],
+              .out = (uint16_t *)(uintptr_t)a[8], .M = a[4], .K = a[5], .n = a[7]};
+    p.rows = isa == &adapt_isa_scalar ? scalar_rows : isa == &adapt_isa_avx2 ? avx2_rows : avx512_rows;
+    int done = 1;
+    Py_BEGIN_ALLOW_THREADS
+    if (p.M > 0 && p.n > 0) done = run(&p, (const uint16_t *)(uintptr_t)a[3], a[1], (Team)(uintptr_t)a[0]);
+    Py_END_ALLOW_THREADS
+    if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
