@@ -1,6 +1,6 @@
 """Which options of `adapt convert` a method takes, and what they say to it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -33,12 +33,17 @@ def settings_of(
     for group, values in groups.items():
         for name in values:
             if name not in taken and name in given:
-                owners = " and ".join(owner for owner, names in TAKES.items() if group in names)
+                owners = _listed([owner for owner, names in TAKES.items() if group in names])
                 raise UsageError(f"{given[name]} is for {owners}, not for {method}", "Leave it out")
     if untrained:
         _check_untrained(method, given)
     chosen = {name: value for group in TAKES[method] for name, value in groups[group].items()}
     return chosen if method == "river" else _said(method, chosen)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as people list them: `a`, `a and b`, `a, b and c`."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _flags(ctx: typer.Context) -> dict[str, str]:

@@ -11,7 +11,8 @@ import pytest
 
 from adapt_llm.cli import services
 from adapt_llm.cli.convert import default_output
-from adapt_llm.cli.convert_options import rcla_options, training_options
+from adapt_llm.cli.convert_loop import loop_options, lora_options, training_options
+from adapt_llm.cli.convert_options import rcla_options
 from adapt_llm.cli.convert_settings import READS, TRAINS
 from adapt_llm.runtime.progress import Reporter
 
@@ -176,7 +177,10 @@ def test_convert_defaults_are_those_of_the_request(adapt: Invoke, requests: list
     [
         ("rcla", ["--tau", "0.5"], "river"),
         ("2dee", ["--share-every", "4"], "rcla"),
-        ("river", ["--data", "d.txt"], "rcla and 2dee"),
+        ("river", ["--data", "d.txt"], "rcla, 2dee and nvium"),
+        ("2dee", ["--steps", "5"], "rcla and nvium"),
+        ("nvium", ["--lora", "8"], "rcla and 2dee"),
+        ("rcla", ["--from-scratch"], "nvium"),
         ("rcla", ["--max-drop", "0.1"], "2dee"),
     ],
 )
@@ -224,7 +228,8 @@ def test_without_training_data_still_judges(adapt: Invoke, requests: list[Simple
 
 def test_every_option_of_training_is_known_to_do_nothing_without_it() -> None:
     """A new one has to be put somewhere."""
-    options = {*get_type_hints(training_options), *get_type_hints(rcla_options)} - {"return"}
+    groups = (training_options, lora_options, loop_options, rcla_options)
+    options = {name for group in groups for name in get_type_hints(group)} - {"return"}
     maps = {"share_every", "keep_layers", "keep_ratio"}
     assert options == {*TRAINS, *READS, *maps, "data"}
 
@@ -236,6 +241,11 @@ def test_what_was_not_said_is_left_to_the_method(adapt: Invoke, requests: list[S
     assert requests[0].settings == {"data": (Path("a.txt"), Path("b.txt")), "keep_layers": (1, 3), "lora": 8}
     adapt("convert", "m", "--method", "2dee", "--data", "a.jsonl", "--labels", "neg, pos")
     assert requests[1].settings == {"data": Path("a.jsonl"), "labels": ("neg", "pos")}
+    adapt(
+        "convert", "m", "--method", "nvium", "--data", "a.txt", "--junctions", "2,5", "--from-scratch", "--steps", "9"
+    )
+    wanted = {"data": (Path("a.txt"),), "junctions": (2, 5), "from_scratch": True, "steps": 9}
+    assert requests[2].settings == wanted
 
 
 def test_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
