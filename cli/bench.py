@@ -27,7 +27,7 @@ EXAMPLES = """\
 
 _GENERATION = (
     *("context", "max_tokens", "temperature", "top_p", "top_k", "seed", "rounds", "dense", "against", "floor", "text"),
-    *("memory", "tau", "resident", "offload", "prefill", "gpu_memory"),
+    *("memory", "head_bits", "tau", "resident", "offload", "prefill", "gpu_memory"),
 )
 _ROWS = ("field", "limit", "threshold", "max_drop")
 _UNUSED = ("ctx_size", "chat_template")

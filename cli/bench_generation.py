@@ -115,6 +115,7 @@ def display_name(name: str, result: Mapping[str, Any]) -> str:
     if name != "method":
         return name
     asked = [f"tau {settings['tau']:g}"] if "tau" in settings else []
+    asked += [f"{settings['head_bits']}-bit head"] if "head_bits" in settings else []
     asked += ["lossless"] if settings.get("lossless") else []
     return " ".join(["+".join(result["methods"]), *asked])
 

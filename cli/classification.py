@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GENERATION = (
     *("max_tokens", "temperature", "greedy", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
     *("stop", "stop_token_id", "ignore_eos", "system", "raw", "no_stream"),
-    *("ctx_size", "gpu_memory", "resident", "offload", "tau", "prefill", "chat_template"),
+    *("ctx_size", "gpu_memory", "resident", "offload", "tau", "prefill", "chat_template", "head_bits"),
     *("per_exit_truncation", "piggyback", "max_deferred"),
 )
 """Parameters of commands that mean nothing to a bundle that classifies."""

@@ -117,6 +117,13 @@ def draft(text: str) -> int | None:
     return int(text)
 
 
+def head_bits(text: str) -> int:
+    """Check 16 or 8. Raises UsageError."""
+    if str(text) not in ("16", "8"):
+        raise UsageError(f"--head-bits {text} is neither 16 nor 8")
+    return int(text)
+
+
 def _dtype_names(incomplete: str) -> list[str]:
     return [name for name in ("auto", "bf16", "fp16", "fp32") if name.startswith(incomplete)]
 
@@ -165,6 +172,16 @@ def opening(
     device: Device = "auto",
     dtype: DtypeOption = "auto",
     threads: Threads = None,
+    head_bits: Annotated[
+        int,
+        typer.Option(
+            "--head-bits",
+            parser=head_bits,
+            metavar="16|8",
+            rich_help_panel=MACHINE,
+            help="8: the LM head in 8 bits, which every token reads whole (CPU, bf16).",
+        ),
+    ] = 16,
     ctx_size: Annotated[
         int | None,
         typer.Option(

@@ -133,7 +133,7 @@ class Field:
             return open_dense(self.options.dense, self.options.session, vocabulary=self.bundle.architecture.vocab_size)
         shared = getattr(self._models.get("method"), "decoder", None)
         mixture = self.bundle.manifest.method(NviumSettings)
-        sixteen_bit = mixture is None or mixture.blocks == "dense"
+        sixteen_bit = self.options.session.head_bits == 16 and (mixture is None or mixture.blocks == "dense")
         if sixteen_bit and isinstance(shared, Decoder) and len(shared.blocks) == self.bundle.architecture.num_layers:
             return Dense(shared)  # the same weights: on a GPU there may be no room for two copies
         return load_dense(self.bundle, _plain(self.options.session))

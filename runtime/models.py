@@ -15,10 +15,13 @@ from .generate import Model
 from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_options, resolve_device, resolve_dtype
 from .lossless import LosslessRiver
 from .methods import Nvium, River, TwoDee
+from .nvium import Nvium as MixtureModel
 from .nvium_loading import load_nvium
 from .options import SessionOptions
 from .progress import Reporter, SilentReporter
+from .river import River as RiverModel
 from .self_check import compare, run_dense_check, run_mixture_check, run_river_check
+from .small_head import shrink_head
 from .text import Tokenizer
 
 
@@ -30,6 +33,15 @@ def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
     reporter = reporter or SilentReporter()
     if not bundle.manifest.trained:
         reporter.warn(UNTRAINED)
+    model = _load(bundle, options, reporter)
+    if options.head_bits == 8:
+        shrink_head(model.decoder, reporter)
+    return model
+
+
+def _load(
+    bundle: Bundle, options: SessionOptions, reporter: Reporter
+) -> Dense | MixtureModel | RiverModel | LosslessRiver:
     mixture = bundle.manifest.method(Nvium)
     if mixture is not None:
         return load_nvium(bundle, mixture, options)

@@ -23,6 +23,8 @@ class SessionOptions:
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     threads: int | None = None
+    head_bits: Literal[16, 8] = 16
+    """8: the head rounded to 8 bits when the model is loaded (CPU, bf16)."""
     ctx_size: int | None = None
     """Tokens of prompt and answer together."""
     prefill: Literal["exit", "dense"] = "exit"
@@ -57,6 +59,8 @@ class SessionOptions:
                 raise UsageError(f"{name} is {value}", "It must be 1 or more.")
         if self.draft is not None and not self.lossless:
             raise UsageError("draft is for lossless generation", "Say --lossless too.")
+        if self.head_bits != 16 and self.lossless:
+            raise UsageError("lossless gives the dense model's text; a head in 8 bits gives another", "Leave one out.")
         if self.draft is not None and self.draft > LONGEST_DRAFT:
             raise UsageError(f"draft is {self.draft}", f"It must be {LONGEST_DRAFT} or less.")
         if self.tau is not None and self.lossless:

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from adapt_llm.errors import AdaptError, UsageError
+from adapt_llm.quant.kernels import native8
+from adapt_llm.quant.linear import DenseLinear
 from adapt_llm.runtime import bench_memory
 from adapt_llm.runtime.bandwidth import MemoryReader
 from adapt_llm.runtime.bench import Lap, Trial, race, spread
@@ -285,3 +287,28 @@ def test_a_mixture_reads_up_to_where_its_rows_left(tiny_model: Callable[[str], A
     assert traffic.weights([1, arch.num_layers]) == everything + adapter
     one_layer = arch.kv_bytes(decoder.dtype.itemsize) // arch.num_layers
     assert traffic.of_pass([1], 5) == traffic.weights([1]) + 5 * one_layer
+
+
+def test_the_head_in_eight_bits(river: Path) -> None:
+    """Only the method's: the dense twin keeps its 16 bits."""
+    field = Field(river, BenchOptions(session=SessionOptions(head_bits=8)))
+    method: Any = field.model("method")
+    dense: Any = field.model("dense")
+    assert isinstance(dense.decoder.head, DenseLinear)
+    if not native8.available():
+        pytest.skip("no 8-bit product here")
+    assert method.decoder.head.nbytes < 0.6 * dense.decoder.head.nbytes
+    h = torch.randn(1, 1, 64).bfloat16()
+    exact, rounded = dense.decoder.logits(h), method.decoder.logits(h)
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.02
+
+
+def test_a_head_that_stays_says_why(river: Path) -> None:
+    said: list[str] = []
+    reporter = SilentReporter()
+    reporter.warn = said.append
+    model: Any = Field(river, BenchOptions(session=SessionOptions(head_bits=8, dtype="fp32")), reporter).model("method")
+    assert isinstance(model.decoder.head, DenseLinear)
+    assert any("stays in 16 bits" in text for text in said)
+    with pytest.raises(UsageError, match="lossless"):
+        SessionOptions(head_bits=8, lossless=True)
