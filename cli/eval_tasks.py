@@ -108,7 +108,8 @@ def report(command: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield from head(f"{result['bundle']}: {', '.join(result['tasks'])}", command, about, result["machine"])
     yield from markdown(table(result))
     yield ""
-    versions = (f"{name} {task['version']}" for name, task in result["tasks"].items() if task["version"] is not None)
+    known = {name: task["version"] for name, task in result["tasks"].items()}
+    versions = (f"{name} {version}" for name, version in known.items() if isinstance(version, int | float))
     yield f"Versions of the tasks: {', '.join(versions) or 'none'}."
     yield ""
     yield "```"

@@ -7,11 +7,16 @@ keys. Knows no terminal; what a task is the harness knows.
 import importlib.metadata
 import importlib.util
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from ..errors import AccessError, AdaptError, UsageError
 from .progress import Reporter
@@ -84,26 +89,36 @@ def _model(session: Session, settings: TaskSettings, reporter: Reporter, *, at_f
 
 
 def _run(model: "AdaptLM", settings: TaskSettings, manager: Any) -> dict[str, Any]:  # noqa: ANN401 - no types there
-    from lm_eval.evaluator import simple_evaluate  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+    """Not by the harness's `simple_evaluate`, which asks git and every library for its version, aloud."""
+    from lm_eval.evaluator import evaluate  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
 
+    torch.manual_seed(settings.seed)
+    random.seed(settings.seed)
+    np.random.seed(settings.seed)  # the harness draws from all three
     with _refusals(settings.names):
-        found = simple_evaluate(
-            model=model,
-            tasks=list(settings.names),
-            task_manager=manager,
-            num_fewshot=settings.few_shot,
+        loaded = manager.load(list(settings.names))
+        for task in loaded["tasks"].values():
+            _set_shots(task, settings)
+        found = evaluate(
+            lm=model,
+            task_dict=loaded,
             limit=settings.limit,
             log_samples=False,
             apply_chat_template=settings.chat,
+            fewshot_as_multiturn=settings.chat,
             system_instruction=settings.system,
-            random_seed=settings.seed,
-            numpy_random_seed=settings.seed,
-            torch_random_seed=settings.seed,
-            fewshot_random_seed=settings.seed,
         )
     depths = model.scorer.depths.tolist()
     mean = model.scorer.blocks / sum(depths) if any(depths) else None
     return {"tasks": _tasks(found), "layers": len(depths), "mean_depth": mean, "exit_histogram": depths}
+
+
+def _set_shots(task: Any, settings: TaskSettings) -> None:  # noqa: ANN401 - no types there
+    """Examples before a question; a task that says 0 keeps it, as in the harness."""
+    own = task.get_config("num_fewshot")
+    if own is None or (own and settings.few_shot is not None):
+        task.set_config(key="num_fewshot", value=settings.few_shot or 0)
+    task.set_fewshot_seed(seed=settings.seed)
 
 
 def _manager(settings: TaskSettings) -> Any:  # noqa: ANN401 - the harness has no types
@@ -154,14 +169,22 @@ def _metrics(figures: Mapping[str, Any], better: Mapping[str, bool | None]) -> I
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness's notices are for its own program; its warnings stay."""
+    """The notices and bars of the harness are for its own program: stderr is the reporter's."""
+    import datasets  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - comes with the harness
+    from lm_eval.api import task  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+
     logger = logging.getLogger(_HARNESS)
-    before = logger.level
+    level, bar, bars = logger.level, task.tqdm, datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    task.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        task.tqdm = bar
+        if not bars:
+            datasets.enable_progress_bars()
 
 
 @contextmanager

@@ -124,8 +124,8 @@ def test_tasks_from_a_folder(adapt: Invoke, toy: Path, tasks: Path, monkeypatch:
     monkeypatch.setattr(services, "open_session", lambda *_: opened)
     names, report = "toy_choice,toy_rolling,toy_writing", tasks / "r.md"
     args = ("--tasks", names, "--include-path", tasks, "--full-depth", "--report", report, "--seed", "7", "--json")
-    code, out, _ = adapt("eval", toy, *args)
-    assert code == 0
+    code, out, err = adapt("eval", toy, *args, "-q")
+    assert (code, err) == (0, "")
     found = json.loads(out)
     read, dense = reader_of(opened.model), reader_of(full_depth(opened.model))
     scorer = Scorer(read)
