@@ -16,8 +16,9 @@ WARM_UP = 0.05
 """Share of the steps in which routers are drawn to equal masses, and depth costs nothing."""
 BETA = 0.15
 """What depth costs where nothing else is said."""
-LOWEST, HIGHEST = 1e-4, 20.0
-"""Bounds of a steered beta: in nats, for the whole depth."""
+LOWEST, FIRST, HIGHEST = 1e-4, 0.01, 20.0
+"""Bounds of a steered beta, and where it begins: in nats, for the whole depth. It begins low: as long as exits differ
+little, any price makes all tokens leave at the first, and what lies above it then has nothing to learn from."""
 _RESPONSE = 12.0
 """Nats of log beta that a persistent error of the whole depth adds in the time below, and at once (integral and
 proportional gain): chosen on the text of SmolLM2's features and on scratch runs, where none overshot for long."""
@@ -38,9 +39,7 @@ def warm_up_term(scores: Sequence[Tensor]) -> Tensor:
 class DepthControl:
     """The price of depth at every step. A `training.Steering`; `add` is told what a pass of it measured."""
 
-    def __init__(
-        self, steps: int, *, beta: float = BETA, target: float | None = None, warm_up: float = WARM_UP
-    ) -> None:
+    def __init__(self, steps: int, *, beta: float, target: float | None = None, warm_up: float = WARM_UP) -> None:
         self.beta = beta
         self.warming = True
         self._target = target

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .depth_control import BETA
+from .depth_control import BETA, FIRST
 from .request import choice, demand
 from .training_request import TrainingRequest
 
@@ -17,7 +17,8 @@ class NviumSettings(TrainingRequest):
     """N-vium as asked for. Blocks are counted from 1.
 
     exits: how many, at equal distances (default 4); junctions: after which blocks, instead.
-    beta: what the whole depth costs, in nats; target_depth: the share of the blocks that a controller steers it to.
+    beta: what the whole depth costs, in nats; target_depth: the share of the blocks that a controller, which begins
+    with `beta`, steers it to.
     train: the junctions alone, beside a frozen backbone, or all weights (from_scratch: all, whatever it says).
     from_scratch: the source gives a configuration and a tokenizer, and the weights are drawn.
     """
@@ -43,7 +44,9 @@ class NviumSettings(TrainingRequest):
     @property
     def price(self) -> float:
         """Beta when training begins."""
-        return BETA if self.beta is None else self.beta
+        if self.beta is not None:
+            return self.beta
+        return BETA if self.target_depth is None else FIRST
 
     def __post_init__(self) -> None:
         super().__post_init__()

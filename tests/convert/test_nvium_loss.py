@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapt_llm.convert import mixture_loss as module
-from adapt_llm.convert.depth_control import DepthControl, warm_up_term
+from adapt_llm.convert.depth_control import FIRST, DepthControl, warm_up_term
 from adapt_llm.convert.mixture_loss import mixture_loss
 from adapt_llm.runtime.junctions import log_weights, weights
 
@@ -77,7 +77,7 @@ def test_warm_up_is_least_at_equal_masses(exits: int) -> None:
 
 def toy(target: float, steps: int, *, gain: float = 1.0, seed: int = 0) -> tuple[DepthControl, list[float]]:
     """Scores that Adam moves between what leaving costs (deeper is better, ever less so) and what depth costs."""
-    control = DepthControl(steps, target=target)
+    control = DepthControl(steps, beta=FIRST, target=target)
     score = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.Adam([score], lr=0.03)
     noise, depths = random.Random(seed), []
@@ -125,10 +125,10 @@ def test_the_controller_goes_on_where_it_was() -> None:
             betas.append(control.beta)
         return betas
 
-    whole = run(DepthControl(60, target=0.6), range(60))
-    first = DepthControl(60, target=0.6)
+    whole = run(DepthControl(60, beta=FIRST, target=0.6), range(60))
+    first = DepthControl(60, beta=FIRST, target=0.6)
     begun = run(first, range(31))
-    second = DepthControl(60, target=0.6)
+    second = DepthControl(60, beta=FIRST, target=0.6)
     second.restore(json.loads(json.dumps(first.state())))
     assert begun + run(second, range(31, 60)) == whole
     assert len(set(whole)) > 40
