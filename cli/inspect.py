@@ -86,6 +86,10 @@ def _settings(method: Mapping[str, Any]) -> list[tuple[str, str]]:
             shown.append((name, f"{value['name']}, {value.get('tokens')} tokens"))
         elif name == "training" and value:
             shown.append((name, _training(value)))
+        elif name == "thresholds" and value:
+            shown.append((name, "one for each block, instead of tau"))
+        elif name == "dense_layers" and value:
+            shown.append(("stay dense", ", ".join(map(str, value))))
         elif name != "name" and isinstance(value, str | int | float) and not isinstance(value, bool):
             shown.append((name, str(value)))
         elif isinstance(value, bool):

@@ -170,8 +170,9 @@ def _publish(bundle: Path, found: Mapping[str, Any], shown: Shown, reporter: Rep
 
 
 def _spot(point: Mapping[str, Any]) -> tuple[float, float]:
-    """Speed and KL, where nothing was chosen on it."""
-    return point["speedup"], point["held_out"]["kl"]
+    """Speed and KL (N-vium: growth of perplexity), where nothing was chosen on it."""
+    figures = point["held_out"]
+    return point["speedup"], figures["loss"] if figures["kl"] is None else figures["kl"]
 
 
 def _chosen(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +186,8 @@ def _page(bundle: Path, found: Mapping[str, Any]) -> Iterator[str]:
         marks = {found["chosen"]: "●"}
         spots = [(*_spot(point), marks.get(point["name"], "·")) for point in found["frontier"]]
         spots.sort(key=lambda spot: spot[2] == "●")
-        yield from scatter(spots, x_label="times as fast as dense", y_label="KL from dense, on the other half")
+        loses = "growth of perplexity" if found["method"] == "nvium" else "KL from dense"
+        yield from scatter(spots, x_label="times as fast as dense", y_label=f"{loses}, on the other half")
         yield ""
     aim = {"max_loss": "loses at most", "min_speed": "times as fast at least", "max_drop": "loses at most"}
     yield f"chosen     {found['chosen']} ({aim[found['goal']]} {found['limit']:g})"
@@ -195,7 +197,7 @@ def _page(bundle: Path, found: Mapping[str, Any]) -> Iterator[str]:
 
 def _rules(found: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     """The frontier as a table; figures of both halves where they differ in what they are for."""
-    table = [["setting", "dense blocks", "speed", "KL", "KL, other half", "loss, other half", "same token"]]
+    table = [["setting", "dense blocks", "speed", "KL", "other half", "loss", "other half", "same token"]]
     for point in found["frontier"]:
         ours, other = point["chosen_on"], point["held_out"]
         mark = "●" if point["name"] == found["chosen"] else " "
@@ -204,13 +206,18 @@ def _rules(found: Mapping[str, Any]) -> Sequence[Sequence[str]]:
                 f"{mark} {point['name']}",
                 f"{point['dense_blocks']:.1f}",
                 f"{point['speedup']:.2f}",
-                f"{ours['kl']:.4f}",
-                f"{other['kl']:.4f}",
+                _number(ours["kl"], ".4f"),
+                _number(other["kl"], ".4f"),
+                f"{ours['loss']:.2%}",
                 f"{other['loss']:.2%}",
-                f"{other['agreement']:.1%}",
+                _number(other["agreement"], ".1%"),
             ]
         )
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _classes(held_out: Mapping[str, Mapping[str, float]]) -> Sequence[Sequence[str]]:

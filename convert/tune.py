@@ -10,8 +10,9 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..runtime.bundle import Bundle
-from ..runtime.methods import River, TwoDee
+from ..runtime.methods import Nvium, River, TwoDee
 from ..runtime.progress import Reporter
+from .tune_nvium import tune_nvium
 from .tune_record import Outcome
 from .tune_request import TuneRequest
 from .tune_river import tune_river
@@ -34,6 +35,8 @@ def tune(request: TuneRequest, reporter: Reporter) -> Outcome:
     _check_data(bundle, request, classifies=classifiers is not None)
     if classifiers is not None:
         return tune_twodee(bundle, classifiers, request, reporter)
+    if (mixture := manifest.method(Nvium)) is not None:
+        return tune_nvium(bundle, mixture, request, reporter)
     if river is not None:
         return tune_river(bundle, river, request, reporter)
     names = ", ".join(method.name for method in manifest.methods)

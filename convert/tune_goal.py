@@ -27,10 +27,10 @@ def choose(points: Sequence[TunedPoint], goal: Goal, limit: float) -> TunedPoint
                 f"No setting is {limit:g} times as fast as the dense model; '{best.name}' is {best.speedup:.2f} times"
             )
             raise UsageError(what, f"Give --min-speed {best.speedup:.2f} or less")
-        return min(good, key=lambda point: (point.chosen_on.kl, -point.speedup))
+        return min(good, key=lambda point: (point.chosen_on.distance, -point.speedup))
     good = [point for point in points if point.chosen_on.loss <= limit]
     if not good:
         best = min(points, key=lambda point: point.chosen_on.loss)
         what = f"No setting loses {limit:.3g} or less; '{best.name}' loses {best.chosen_on.loss:.3g}"
         raise UsageError(what, "Give a larger --max-loss, or more resident blocks")
-    return min(good, key=lambda point: (-point.speedup, point.chosen_on.kl))
+    return min(good, key=lambda point: (-point.speedup, point.chosen_on.distance))

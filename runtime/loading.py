@@ -117,7 +117,7 @@ def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
         _placement(arch, settings, options, reporter or SilentReporter()),
         route.policy,
         entry_layer=settings.entry_layer,
-        dense_layers=route.dense_layers,
+        dense_layers=() if options.lossless else route.dense_layers,  # drafts are to be fast, and change nothing
         dense_prefill=options.prefill == "dense",
     )
 

@@ -43,14 +43,22 @@ class BlockSpeed(_Strict, frozen=True):
 
 
 class Figures(_Strict, frozen=True):
-    """Quality on one half of the text. KL in nats, dense against this; `loss` is the growth of perplexity, a share."""
+    """Quality on one half of the text. KL in nats, dense against this; `loss` is the growth of perplexity, a share.
+
+    `kl` and `agreement` are None where only perplexities were measured (N-vium's biases).
+    """
 
     perplexity: float
     loss: float
-    kl: float
-    agreement: Share
+    kl: float | None = None
+    agreement: Share | None = None
     mean_depth: float
     exit_histogram: tuple[int, ...] = ()
+
+    @property
+    def distance(self) -> float:
+        """How far it is from the dense model: KL, or where that is not known the growth of perplexity."""
+        return self.loss if self.kl is None else self.kl
 
 
 class TunedPoint(_Strict, frozen=True):

@@ -213,3 +213,11 @@ def test_sensitive_blocks_are_those_that_lose_most() -> None:
     assert sizes(5, 2) == [1, 2, 3]
     assert sizes(30, 2) == [2, 4, 6, 8, 10, 14, 19, 23]
     assert sizes(2, 2) == []
+
+
+def test_drafts_use_every_exit_layer(opened: Bundle) -> None:
+    """Lossless, nothing is left to the river but guesses: blocks that stay dense would only slow them."""
+    stay = ruled(opened, dense_layers=(3,))
+    river = load_river(stay, SessionOptions(device="cpu", dtype="fp32", lossless=True))
+    assert river.exits[2] is not river.decoder.blocks[2]
+    assert load_river(stay, FP32).exits[2].qkv is not river.exits[2].qkv
