@@ -351,6 +351,15 @@ def test_seed_row_is_the_rows_number(
     assert [(prompt, options.row, options.choices.seed) for prompt, options in session.calls] == [("b", 2, 5)]
 
 
+@pytest.mark.parametrize(("size", "at_once"), [("auto", "1 row"), ("1", "1 row"), ("3", "3 rows")])
+def test_rows_at_once_change_nothing(adapt: Invoke, tmp_path: Path, size: str, at_once: str) -> None:
+    rows = source(tmp_path, "a\n\nb FAIL\nc d\ne\n", "in.txt")
+    code, out, err = adapt("run", "b", "-i", rows, "--format", "text", "--batch-size", size, "--stats")
+    assert (code, out) == (3, "a \n\n\nc d \ne \n")
+    assert "7 new tokens, " in err
+    assert f" tokens/s with prompts, {at_once} at once\n" in err
+
+
 def test_quiet_and_log(adapt: Invoke, tmp_path: Path) -> None:
     rows, log = source(tmp_path, "a\n", "in.txt"), tmp_path / "log"
     assert adapt("run", "b", "-i", rows, "-q", "--format", "text", "--log-file", log) == (0, "a \n", "")
