@@ -105,7 +105,12 @@ def test_csv_quotes_and_line_breaks(tmp_path: Path) -> None:
     data = b'id,text\r\n1,"two\nlines, and ""quotes"""\r\n2,short,extra\r\n3\r\n\r\n4,end'
     parsed = read(tmp_path, "a.csv", data)
     assert [row.content for row in parsed] == ['two\nlines, and "quotes"', None, None, "end"]
-    assert parsed[1].error == "3 cells where the header has 2"
+    assert parsed[1].error == "3 cells where the header has 2: 'extra'"
+
+
+def test_columns_of_one_name_keep_their_cells(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, "a.csv", b"x,text,x,x.1,x\n1,two,3,4,5\n")
+    assert row.fields == {"x": "1", "text": "two", "x.2": "3", "x.1": "4", "x.3": "5"}
 
 
 def test_tsv_has_no_quoting(tmp_path: Path) -> None:
