@@ -74,6 +74,11 @@ class LoopTraining(OpenedPlan[S_co]):
         return activation_bytes(self.arch, tokens=self.micro_batch * length, length=length) > KEPT_ACTIVATIONS
 
     @property
+    def sharing(self) -> int:
+        """Processes that train in this machine's memory (torchrun's); on a GPU each has its own."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cpu" else 1
+
+    @property
     def steps(self) -> TrainingSettings:
         """The numbers of the loop."""
         settings = self.asked

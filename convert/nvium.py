@@ -83,22 +83,27 @@ class _Recipe:
 
     def _train(self) -> None:
         """Trained weights as pieces of the work folder, and what the training came to as a note."""
-        plan, work, reporter = self._plan, self._work, self._reporter
         _ = self._texts  # refused before the training, if nothing judges
-        if plan.trains_backbone:
-            self._processes.wait()
-        if not work.has(_RUN):
-            trainer = Trainer(plan, work.folder, self._processes)
-            if plan.trains_backbone:
-                model, run = trainer.run(self._data, reporter)
-                with work.new_piece(TRAINED) as file:
-                    write_safetensors(HashingFile(file), trained_entries(model, plan.source.store))
-                tensors = model.junction_tensors() if isinstance(model, Mixed) else {}
-            else:
-                tensors, run = trainer.run_junctions(self._data, work, reporter)
-            write_piece(work, _JUNCTIONS, tensors)
-            work.write_note(_RUN, asdict(run))
-        shutil.rmtree(work.folder / "training", ignore_errors=True)
+        trainer = Trainer(self._plan, self._work.folder, self._processes)
+        if self._plan.trains_backbone:
+            self._train_all(trainer)
+        elif not self._work.has(_JUNCTIONS):
+            tensors, run = trainer.run_junctions(self._data, self._work, self._reporter)
+            self._work.write_note(_RUN, asdict(run))
+            write_piece(self._work, _JUNCTIONS, tensors)
+        shutil.rmtree(self._work.folder / "training", ignore_errors=True)
+
+    def _train_all(self, trainer: Trainer) -> None:
+        """With the processes that follow, which look for the piece that is written last."""
+        work = self._work
+        self._processes.wait()
+        if work.has(TRAINED):
+            return
+        model, run = trainer.run(self._data, self._reporter)
+        work.write_note(_RUN, asdict(run))
+        write_piece(work, _JUNCTIONS, model.junction_tensors() if isinstance(model, Mixed) else {})
+        with work.new_piece(TRAINED) as file:
+            write_safetensors(HashingFile(file), trained_entries(model, self._plan.source.store))
 
     @property
     def _store(self) -> TensorStore:

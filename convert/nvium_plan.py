@@ -28,6 +28,8 @@ from .workspace import work_folder
 from .writer import hash_file
 
 _FLOAT, _MOMENTS = 4, 4  # bytes; a trained number, its gradient and two moments
+_READINGS = 8
+"""Rows of the hidden width that an exit's adapter, router and head input leave for the backward pass, about."""
 _TOKEN_CHARACTERS = 4
 _STATE = 2
 """Bytes of a number in a stored state (bf16)."""
@@ -126,7 +128,8 @@ class Plan(LoopTraining[NviumSettings]):
             precision=self.precision,
             checkpointing=self.checkpointing,
         )
-        return PROGRAM_BYTES + backbone + junctions + _FLOAT * 8 * len(self.depths) * self.micro_batch * length
+        exits = _FLOAT * _READINGS * len(self.depths) * self.micro_batch * length * arch.hidden_size
+        return self.sharing * (PROGRAM_BYTES + backbone + junctions + exits)
 
     @property
     def small(self) -> bool:

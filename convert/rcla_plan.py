@@ -3,7 +3,6 @@
 Knows the request and the source; writes nothing.
 """
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -122,8 +121,7 @@ class Plan(OpenedPlan[RclaSettings]):
         needed = PROGRAM_BYTES + self._measuring_memory()
         if not self.trains:
             return needed
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cpu" else 1
-        return max(needed, sharing * (PROGRAM_BYTES + self.training.memory))
+        return max(needed, self.training.sharing * (PROGRAM_BYTES + self.training.memory))
 
     def _measuring_memory(self) -> int:
         """A block and the head, or a small model whole, and the states of the text under all maps."""

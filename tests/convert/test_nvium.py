@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,25 @@ def test_changed_settings_never_resume(request_for) -> None:
         convert(request_for("changed", "scratch"), Listening(stop_at="step 10/30"))
     with pytest.raises(UsageError, match="beta"):
         convert(request_for("changed", "scratch", beta=0.3))
+
+
+def test_two_processes_make_one_bundle(request_for, empty: Path, text: Path, tmp_path: Path) -> None:
+    """The passes are shared and the depths added up, so that both steer alike, and as one process does."""
+    options = ["--method", "nvium", "--from-scratch", "--exits", 2, "--target-depth", 0.6, "--data", text]
+    options += ["--device", "cpu", "--dtype", "fp32", "--threads", 1, "--lr", RATES["scratch"], "--steps", 8]
+    options += ["--sequence-length", 32, "--batch-size", 4, "--micro-batch", 2]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "adapt_llm"]
+    line = [*start, "convert", empty, *options, "-o", tmp_path / "two"]
+    done = subprocess.run([str(part) for part in line], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == [str(tmp_path / "two")]
+    assert done.stderr.count("step 8/8") == 1
+    alone = settings_of(convert(request_for("one", "scratch", target_depth=0.6, steps=8, micro_batch=2)))
+    both = settings_of(tmp_path / "two")
+    assert both.beta == pytest.approx(alone.beta, rel=1e-3)
+    assert both.beta != 0.01
+    for one, two in zip(alone.exits, both.exits, strict=True):
+        assert two.perplexity == pytest.approx(one.perplexity, rel=1e-3)
+        assert two.mass == pytest.approx(one.mass, rel=1e-3)
 
 
 def test_on_four_bit_blocks(request_for, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
