@@ -1,7 +1,6 @@
 """The race: order of turns, which figures come out of which laps, what passes must read. No time is asserted."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,16 +13,12 @@ from adapt_llm.errors import AdaptError, UsageError
 from adapt_llm.quant.kernels import native8
 from adapt_llm.quant.linear import DenseLinear
 from adapt_llm.runtime import bench_memory
-from adapt_llm.runtime.bandwidth import MemoryReader
 from adapt_llm.runtime.bench import Lap, Trial, race, spread
 from adapt_llm.runtime.bench_bundle import BenchOptions, Field
 from adapt_llm.runtime.bench_report import bench
-from adapt_llm.runtime.junctions import Junctions, junction_tensors
-from adapt_llm.runtime.nvium import Nvium
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.sampling import Sampling
-from adapt_llm.runtime.traffic import Traffic, block_bytes, traffic_of
 
 TEXT = "a ferry crosses the river twice a day, and on market days three times. "
 
@@ -107,43 +102,6 @@ def test_rows_count_as_tokens() -> None:
 
 def test_spread_keeps_four_digits() -> None:
     assert spread([1.23456, 3.0, 2.0]) == {"median": 2.0, "min": 1.235, "max": 3.0}
-
-
-def test_a_reading_is_of_the_whole_buffer() -> None:
-    reader = MemoryReader(torch.device("cpu"), 1 << 20)
-    assert 1e6 < reader.bytes_per_second() < 1e13
-
-
-def test_passes_read_each_weight_once(river: Path) -> None:
-    field = Field(river, BenchOptions())
-    model: Any = field.model("method")
-    for block in [*model.decoder.blocks, *model.exits[1:]]:
-        for linear in (*block.qkv.linears, block.output, *block.gate_up.linears, block.down):
-            getattr(linear, "prepare", lambda: None)()
-    traffic = traffic_of(model)
-    assert traffic is not None
-    arch = model.decoder.arch
-    dense = sum(2 * torch.Size(shape).numel() for shape in arch.block_tensors(0).values())
-    head = 2 * arch.vocab_size * arch.hidden_size
-    packed = block_bytes(model.exits[1])
-    assert dense / 4 < packed < dense / 2
-    assert traffic.weights([4]) == 4 * dense + head
-    assert traffic.weights([1]) == dense + 3 * packed + head
-    assert traffic.weights([1, 4, 2]) == 4 * dense + 3 * packed + head
-    assert traffic.keys_values(10) == 10 * arch.kv_bytes(2)
-
-
-def test_shared_keys_are_read_once_and_windows_end_them(tiny_model: Callable[[str], Any]) -> None:
-    decoder = tiny_model("llama").decoder
-    arch = decoder.arch
-    shared = arch.share([0] * arch.num_layers)
-    own = Traffic(decoder)
-    decoder_of = type("D", (), {"arch": shared, "dtype": decoder.dtype})
-    assert Traffic(decoder_of()).keys_values(6) * arch.num_layers == own.keys_values(6)
-    windowed = tiny_model("mistral").decoder
-    window = windowed.arch.layers[0].window
-    assert window is not None
-    assert Traffic(windowed).keys_values(5 * window) == Traffic(windowed).keys_values(window)
 
 
 def measured(path: Path, **changes: Any) -> dict[str, Any]:
@@ -265,28 +223,6 @@ def test_transformers_on_the_same_files(river: Path) -> None:
     first, again = lane.lap(afresh=True), lane.lap(afresh=False)
     assert (first.first_token_seconds is None, again.first_token_seconds) == (False, None)
     assert (again.steps, again.rows, again.bytes_read) == (3, 1, None)
-
-
-def test_a_mixture_reads_up_to_where_its_rows_left(tiny_model: Callable[[str], Any]) -> None:
-    decoder = tiny_model("llama").decoder
-    arch = decoder.arch
-    points = tuple(range(1, arch.num_layers))
-    tensors = {
-        name: torch.zeros(shape)
-        for name, shape in junction_tensors(arch, len(points), width=16, final_adapter=False).items()
-    }
-    model = Nvium(decoder, Junctions.of(arch, points, tensors))
-    traffic = traffic_of(model)
-    assert traffic is not None
-    block, head = block_bytes(decoder.blocks[0]), decoder.head.nbytes
-    router, adapter = model.junctions[0].router.nbytes, model.junctions[0].adapter.nbytes
-    assert min(router, adapter) > 0
-    assert traffic.weights([1]) == block + router + adapter + head
-    everything = arch.num_layers * block + len(points) * router + head
-    assert traffic.weights([arch.num_layers]) == everything
-    assert traffic.weights([1, arch.num_layers]) == everything + adapter
-    one_layer = arch.kv_bytes(decoder.dtype.itemsize) // arch.num_layers
-    assert traffic.of_pass([1], 5) == traffic.weights([1]) + 5 * one_layer
 
 
 def test_the_head_in_eight_bits(river: Path) -> None:
