@@ -4,6 +4,7 @@ Knows no weights and stores nothing.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -25,7 +26,7 @@ class Pass(Protocol):
 
     @property
     def views(self) -> Sequence[View]:
-        """One per kind of layer."""
+        """One per kind of layer; the step itself may keep their masks."""
         ...
 
     def attend(
@@ -81,6 +82,7 @@ class Step:
         self._group = arch.num_heads // arch.num_kv_heads
         self._rotaries = rotaries
         self.views = tuple(self._view(kind) for kind in arch.kinds)
+        self._masked: list[View | None] = [None] * len(self.views)
         self._kind_of = arch.kind_of
         self._windows = [kind.window for kind in arch.kinds]
         self._first = tuple(self.views[kind].first for kind in arch.kind_of)
@@ -105,7 +107,7 @@ class Step:
         if self.query_scale is not None:
             q = q * self.query_scale
         k, v = kv.fetch(self, layer)
-        return attend(q, k, v, self.views[self._kind_of[layer]], scale=scale, softcap=softcap)
+        return attend(q, k, v, self.masked_view(self._kind_of[layer]), scale=scale, softcap=softcap)
 
     def first_key(self, layer: int) -> int:
         """The first position that any query of this pass sees in `layer`."""
@@ -135,8 +137,16 @@ class Step:
         cos, sin = self._rotation(kind.rope)
         first = _first_seen(min(self.starts) + 1, kind.window)
         folded = self.width <= FOLDED_ROWS and not self._capped
-        mask, causal = self._mask(kind.window, first, folded=folded)
-        return View(cos, sin, mask, causal, folded, first)
+        return View(cos, sin, mask=None, causal=False, folded=folded, first=first)
+
+    def masked_view(self, kind: int) -> View:
+        """The view of a kind of layer with its mask, made when it is first needed: native attention does without."""
+        masked = self._masked[kind]
+        if masked is None:
+            view = self.views[kind]
+            mask, causal = self._mask(self._windows[kind], view.first, folded=view.folded)
+            masked = self._masked[kind] = replace(view, mask=mask, causal=causal)
+        return masked
 
     def _rotation(self, rope: int | None) -> tuple[Tensor | None, Tensor | None]:
         if rope is None:
