@@ -95,13 +95,12 @@ def _about(result: Mapping[str, Any]) -> Iterator[str]:
 
 def table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return the table: a line for each contender of each trial."""
-    head = ["prompt, texts", "", "tokens/s", "ms a pass", "speed", "depth", "MB read", "of limit"]
+    head = ["", "prompt x texts", "tokens/s", "ms a pass", "speed", "depth", "MB read", "of limit"]
     lines = [[*head, "prompt tokens/s", "first token ms", "speed", "memory"]]
     for trial in result["trials"]:
         place = f"{trial['context']} x {trial['batch_size']}"
         for name, figures in trial["contenders"].items():
-            lines.append([place, display_name(name, result), *_cells(figures)])
-            place = ""
+            lines.append([display_name(name, result), place, *_cells(figures)])
     return lines
 
 
