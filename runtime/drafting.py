@@ -21,6 +21,7 @@ ROW_COST = 0.08
 _EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.96, 0.99)
 _PRIOR = (0.35, 0.55, 0.7, 0.8, 0.87, 0.92, 0.96, 0.99)
 _PRIOR_COUNT = 4.0
+_MEAN, _MEAN_COUNT = 0.85, 10.0
 _FORGET = 128.0  # outcomes after which older ones count half
 _WINDOW = 512  # tokens whose ids say how much of the vocabulary is in use
 _EXPLORE = 8  # where drafting does not pay, one pass in so many still tries
@@ -54,6 +55,7 @@ class Pace:
         self._costs, self._vocabulary, self._fixed = costs, vocabulary, fixed
         self._hits = [_PRIOR_COUNT * share for share in _PRIOR]
         self._tries = [_PRIOR_COUNT] * len(_PRIOR)
+        self._right, self._seen = _MEAN_COUNT * _MEAN, _MEAN_COUNT
         self._tokens, self._spent = 13.0, 10.0  # 1.3 tokens per dense pass, until something is known
         self._recent: deque[int] = deque(maxlen=_WINDOW)
         self._passes = 0
@@ -86,8 +88,8 @@ class Pace:
         return LONGEST_DRAFT if pays else int(self._passes % _EXPLORE == 0)
 
     def more(self, confidences: Sequence[float]) -> bool:
-        """Whether to draft another token behind those drafted with these probabilities."""
-        if self._fixed is not None:
+        """Whether to draft another token behind those drafted with these probabilities; the first is up to `limit`."""
+        if self._fixed is not None or not confidences:
             return True
         chance = self._chance()
         for confidence in confidences:
@@ -100,9 +102,14 @@ class Pace:
             kind = _kind(confidence)
             self._hits[kind] += at < accepted
             self._tries[kind] += 1
+            self._right += at < accepted
+            self._seen += 1
             if self._tries[kind] > _FORGET:
                 self._hits[kind] /= 2
                 self._tries[kind] /= 2
+        if self._seen > _FORGET:
+            self._right /= 2
+            self._seen /= 2
         drafted = len(confidences)
         self._tokens += 1 + accepted
         self._spent += 1 + drafted * (self._draft_cost() + ROW_COST)
@@ -122,7 +129,7 @@ class Pace:
 
     def _chance(self) -> float:
         """Of a token whose confidence is not known yet."""
-        return sum(self._hits) / sum(self._tries)
+        return self._right / self._seen
 
     def _share(self, confidence: float) -> float:
         kind = _kind(confidence)

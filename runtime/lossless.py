@@ -55,10 +55,13 @@ class DraftCache(KVCache):
         self.taken += 1
         return first.logits
 
-    def settle(self) -> None:
-        """Cut what is beyond the sequence; the draft is over."""
+    def learn(self) -> None:
+        """Let `pace` know what became of the last draft: the sequence went on otherwise, or used it up."""
         if self.confidences:
             self.pace.learn(self.confidences, self.taken)
+
+    def settle(self) -> None:
+        """Cut what is beyond the sequence; the draft is over."""
         spare, self.ahead, self.confidences, self.taken = len(self.ahead), (), (), 0
         if spare:
             super().truncate(max(self.lengths[0]) - spare)
@@ -116,6 +119,7 @@ class LosslessRiver:
         known = cache.take(token)
         if known is not None:
             return StepOutput(known, None, accepted=1)
+        cache.learn()
         cache.settle()
         tokens, confidences = self._drafted(token, cache, sampler)
         logits = self.decoder.logits(self._dense(torch.tensor([[token, *tokens]]), cache)[0])

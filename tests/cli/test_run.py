@@ -140,9 +140,15 @@ def test_options_reach_the_session(adapt: Invoke, fakes: ModuleType, monkeypatch
         "resident": 4,
         "offload": "stream",
         "tau": 0.9,
+        "lossless": False,
+        "draft": None,
         "prefill": "dense",
         "chat_template": "chatml",
         "cache_dir": None,
+        "head_bits": 16,
+        "per_exit_truncation": False,
+        "piggyback": True,
+        "max_deferred": 64,
     }
     adapt("run", "b", "x", "--temperature", "0.5", "--greedy")
     assert opened[1].calls[0][1].choices.temperature == 0
@@ -172,7 +178,10 @@ def test_json(adapt: Invoke) -> None:
         "prefill_tokens_per_s": 26.0,
         "decode_tokens_per_s": 2.0,
         "first_token_ms": 500.0,
+        "acceptance": None,
+        "tokens_per_verify": None,
         "exit_histogram": {"2": 1, "3": 1, "4": 1},
+        "pass_rows": {},
     }
     assert adapt("run", "b", "one two three", "--format", "json")[1] == out
 
