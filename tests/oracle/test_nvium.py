@@ -255,7 +255,8 @@ def test_deferring_changes_no_token(name: str, sampling: Sampling, parts: Callab
         for options in ({"piggyback": False}, {}, {"max_deferred": 1}, {"max_deferred": 2}, {"max_deferred": 5})
     ]
     assert all(other[:2] == at_once[:2] for other in others)
-    assert max(others[0][2]) > 1  # something was taken along
+    if sampling is PURE:
+        assert (max(others[0][2]) > 1) == (name != "llama-dynamic")  # something was taken along
     assert max(others[1][2]) <= 4
 
 
