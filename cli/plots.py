@@ -60,8 +60,8 @@ def save_curve(path: Path, ranges: Sequence[Mapping[str, Any]], *, title: str) -
     axes = figure.add_subplot()
     before = [(part["first"] * part["last"]) ** 0.5 for part in ranges]
     axes.plot(before, [part["perplexity"] for part in ranges], "o-", label="under the exit rule")
-    dense = [part.get("dense_perplexity") for part in ranges]
-    if None not in dense:
+    dense = [part["dense_perplexity"] for part in ranges if part.get("dense_perplexity") is not None]
+    if len(dense) == len(before):
         axes.plot(before, dense, "s--", label="at full depth")
         axes.legend()
     axes.set_xscale("log", base=2)

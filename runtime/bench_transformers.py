@@ -52,7 +52,7 @@ class TransformersLane:
     @torch.inference_mode()
     def lap(self, *, afresh: bool) -> Lap:
         """See `bench.Contender`."""
-        first = self._prefill() if afresh or self._cache is None else None
+        first = self._prefill() if afresh or not self._first.numel() else None
         ids, cache = self._first, self._cache
         started = time.perf_counter()
         for _ in range(self._prompt.tokens):
