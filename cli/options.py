@@ -241,8 +241,8 @@ def opening(
     ] = None,
     prefill: Annotated[
         Literal["exit", "dense"],
-        typer.Option("--prefill", rich_help_panel=RIVER, help="Prompts leave by the rule, or run through all blocks."),
-    ] = "exit",
+        typer.Option("--prefill", rich_help_panel=RIVER, help="Prompts run through all blocks, or leave by the rule."),
+    ] = "dense",
     per_exit_truncation: Annotated[
         bool,
         typer.Option(

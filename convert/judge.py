@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..runtime.exit_quality import Files, measure
-from ..runtime.exits import CosineExit, ExitPolicy, FixedExit
+from ..runtime.exits import HELD, CosineExit, FixedExit, Route
 from ..runtime.progress import Reporter
 from ..runtime.quality import Quality
 
@@ -21,7 +21,7 @@ TAUS = (0.5, 0.8, 0.9, 0.95, 0.98)
 
 @dataclass(frozen=True)
 class Verdict:
-    """`dense` and `floor` (every exit layer in use) bracket the curve; `curve` is by threshold."""
+    """`dense` and `floor` (tokens leave as early as they may) bracket the curve; `curve` is by threshold."""
 
     dense: Quality
     floor: Quality
@@ -29,13 +29,20 @@ class Verdict:
 
 
 def judge(
-    files: Files, ids: Tensor, *, entry_layer: int, resident: int | None, taus: Sequence[float], reporter: Reporter
+    files: Files,
+    ids: Tensor,
+    *,
+    entry_layer: int,
+    resident: int | None,
+    taus: Sequence[float],
+    reporter: Reporter,
+    held: int = HELD,
 ) -> Verdict:
-    """Measure the dense model, the floor and a threshold curve on ids [n, S]."""
+    """Measure the dense model, the floor and a threshold curve on ids [n, S]. `held`: see `exits.Route`."""
     count = files.frame.arch.num_layers
-    policies: list[ExitPolicy] = [FixedExit(count), FixedExit(entry_layer - 1)]
-    policies += [CosineExit.uniform(tau, count, entry_layer, resident) for tau in taus]
-    dense, floor, *curve = measure(files, ids, policies, reporter)
+    policies = [FixedExit(entry_layer - 1), *(CosineExit.uniform(tau, count, entry_layer) for tau in taus)]
+    routes = [Route(policy, held=held, resident=resident) for policy in policies]
+    dense, floor, *curve = measure(files, ids, [FixedExit(count), *routes], reporter)
     return Verdict(dense, floor, dict(zip(taus, curve, strict=True)))
 
 

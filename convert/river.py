@@ -14,7 +14,7 @@ import torch
 
 from ..errors import FormatError
 from ..runtime.decoder import EMBEDDING, load_frame
-from ..runtime.exits import CosineExit, FixedExit
+from ..runtime.exits import CosineExit, FixedExit, Route
 from ..runtime.loading import Placement, make_river
 from ..runtime.manifest import Backbone, Base, Manifest
 from ..runtime.manifest import Quality as QualityRecord
@@ -135,10 +135,10 @@ class _Recipe:
         """Run the self-check's text block by block; a small model also as `run` would, through the cache."""
         plan, settings = self._plan, self._plan.request.settings
         count = plan.arch.num_layers
-        policy = CosineExit.uniform(tau, count, settings.entry_layer)
+        route = Route(CosineExit.uniform(tau, count, settings.entry_layer), held=0)  # as `run_river_check`
         ids = self_check_ids(self._tokenizer, plan.arch.max_positions)
         files = Files(self._frame, self._store, river)
-        dense, left = measure(files, ids, [FixedExit(count), policy], self._reporter)
+        dense, left = measure(files, ids, [FixedExit(count), route], self._reporter)
         found = SelfCheckRecord(
             tokens=ids.numel(), dense_nll=math.log(dense.perplexity), river_nll=math.log(left.perplexity)
         )
@@ -148,7 +148,7 @@ class _Recipe:
                 self._store,
                 river,
                 Placement(plan.device, plan.dtype),
-                policy,
+                route,
                 entry_layer=settings.entry_layer,
             )
             differing = compare(found, run_river_check(model, self._tokenizer))

@@ -14,7 +14,7 @@ from ..runtime.block_speed import CONTEXT, TOKENS, measure_blocks, measure_greed
 from ..runtime.bundle import Bundle
 from ..runtime.decoder import load_frame
 from ..runtime.exit_quality import Files, measure
-from ..runtime.exits import FixedExit
+from ..runtime.exits import HELD, FixedExit
 from ..runtime.loading import load_river, resolve_device, resolve_dtype, river_route
 from ..runtime.lossless import LosslessRiver
 from ..runtime.manifest import Manifest, Quality, SelfCheck
@@ -92,6 +92,7 @@ def _fingerprint(bundle: Bundle, river: River, halves: Halves, request: TuneRequ
         seed=request.seed,
         entry_layer=river.entry_layer,
         resident=river.resident,
+        held=HELD,
         device=device.type,
         dtype=str(resolve_dtype(request.options.dtype, device)),
     )
@@ -167,7 +168,7 @@ def _self_check(bundle: Bundle, river: River, reporter: Reporter) -> SelfCheck:
     arch = bundle.architecture
     ids = self_check_ids(Tokenizer.load(bundle.path), arch.max_positions)
     files = _files(bundle, SessionOptions(device="cpu", cache_dir=bundle.cache_dir))
-    ways = [FixedExit(arch.num_layers), river_route(river, arch.num_layers)]
+    ways = [FixedExit(arch.num_layers), replace(river_route(river, arch.num_layers), held=0)]  # as `run_river_check`
     dense, found = measure(files, ids, ways, reporter, title="Check the rule")
     if not math.isfinite(found.perplexity):
         raise FormatError("the self-check gives no finite likelihood", "The bundle may be damaged: run `adapt verify`.")

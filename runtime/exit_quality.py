@@ -12,7 +12,7 @@ from torch import Tensor
 from .architecture import block_prefix
 from .decoder import Decoder, load_block
 from .exit_layers import LazyBlocks, load_exit_block
-from .exits import ExitPolicy, FixedExit, Route, cosine
+from .exits import HELD, ExitPolicy, FixedExit, Route, cosine
 from .progress import Reporter
 from .quality import LOGIT_BYTES, Quality, Track, push, score
 from .routing import Ladder
@@ -57,7 +57,7 @@ def measure(
 
 @dataclass(frozen=True)
 class ExitErrors:
-    """What leaving costs, token by token, for L blocks and T predicted tokens.
+    """What leaving costs, token by token, for L blocks and the T tokens that predict one and may leave.
 
     `cosines` float32 [L - 1, T]: of the dense residual stream before and after blocks 1 to L - 1. `losses` float32
     [L, T]: KL in nats, dense against everything having left after block l; the last row, nothing left, is 0. The error
@@ -69,20 +69,19 @@ class ExitErrors:
 
 
 @torch.inference_mode()
-def measure_errors(files: Files, ids: Tensor, entry_layer: int, reporter: Reporter) -> ExitErrors:
-    """Let all of ids [n, S] leave after each block in turn, at the cost of about L / 2 dense passes.
+def measure_errors(files: Files, ids: Tensor, entry_layer: int, reporter: Reporter, *, held: int = HELD) -> ExitErrors:
+    """Let all of ids [n, S] but the first `held` leave after each block in turn, at about L / 2 dense passes.
 
     No row may leave before block `entry_layer - 1`; those rows of `losses` are that block's.
     """
     count = files.frame.arch.num_layers
     watch = _Watch()
     depths = range(entry_layer - 1, count)
-    tracks = _climb(
-        files, ids, [watch, *(FixedExit(depth) for depth in depths)], reporter, "Measure what leaving costs"
-    )
-    losses = torch.stack(_losses(tracks, files.frame))
+    ways = [watch, *(Route(FixedExit(depth), held=held) for depth in depths)]
+    tracks = _climb(files, ids, ways, reporter, "Measure what leaving costs")
+    losses = torch.stack(_losses(tracks, files.frame, held))
     return ExitErrors(
-        cosines=torch.stack([after[:, :-1].flatten() for after in watch.seen]),
+        cosines=torch.stack([after[:, held:-1].flatten() for after in watch.seen]),
         losses=torch.cat([losses[:1].expand(entry_layer - 2, -1), losses, torch.zeros_like(losses[:1])]),
     )
 
@@ -117,9 +116,9 @@ def _climb(
     return tracks
 
 
-def _losses(tracks: Sequence[Track], frame: Decoder) -> list[Tensor]:
+def _losses(tracks: Sequence[Track], frame: Decoder, held: int) -> list[Tensor]:
     """KL [T] of each track after the first, which is dense."""
-    dense, *others = [track.h[:, :-1].flatten(0, 1) for track in tracks]
+    dense, *others = [track.h[:, held:-1].flatten(0, 1) for track in tracks]
     rows = max(1, LOGIT_BYTES // (16 * frame.arch.vocab_size))
     found: list[list[Tensor]] = [[] for _ in others]
     for first in range(0, len(dense), rows):

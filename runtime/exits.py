@@ -1,7 +1,8 @@
 """Who decides at which depth a token leaves the backbone.
 
-A policy sees the residual stream before and after a backbone block and says which rows may leave.
-It knows nothing of blocks, caches or 4-bit weights; `runtime.river` acts on what it says.
+A policy sees the residual stream before and after a backbone block and says which rows may leave; a route adds what
+does not depend on the stream: the positions that never leave, and where the backbone ends.
+Neither knows blocks, caches or 4-bit weights; `runtime.river` acts on what they say.
 """
 
 from collections.abc import Sequence
@@ -13,17 +14,20 @@ from torch import Tensor
 
 ALWAYS = -2.0
 """A threshold below every cosine."""
+HELD = 1
+"""Tokens at the beginning of a sequence that never leave. All later ones attend to the first, whatever it says (an
+attention sink; Xiao et al., arXiv 2309.17453), so the error of its 4-bit keys and values reaches every one of them."""
 
 
 class ExitPolicy(Protocol):
     """Decides after each backbone block (counted from 1) which rows leave."""
 
     def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
-        """Return bool [B, S]: the rows of `before`, `after` [B, S, hidden] that leave after block `layer`."""
+        """Return bool [...]: the rows of `before`, `after` [..., hidden] that leave after block `layer`."""
         ...
 
     def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
-        """Return whether every row leaves after block `layer` (the paper's minimum over the batch)."""
+        """Return whether every row leaves after block `layer` (the paper's minimum over the batch); one at least."""
         ...
 
 
@@ -44,16 +48,14 @@ class CosineExit:
     entry_layer: int = 2
 
     @classmethod
-    def uniform(cls, tau: float, num_layers: int, entry_layer: int = 2, resident: int | None = None) -> "CosineExit":
-        """One τ for all layers, as in the paper; after the last of `resident` blocks every row leaves."""
-        return cls.by_layer((tau,) * (num_layers - 1), entry_layer, resident)
+    def uniform(cls, tau: float, num_layers: int, entry_layer: int = 2) -> "CosineExit":
+        """One τ for all layers, as in the paper."""
+        return cls.by_layer((tau,) * (num_layers - 1), entry_layer)
 
     @classmethod
-    def by_layer(cls, thresholds: Sequence[float], entry_layer: int = 2, resident: int | None = None) -> "CosineExit":
-        """A τ for each of blocks 1 to L - 1; after the last of `resident` blocks every row leaves."""
-        count = len(thresholds) + 1
-        last = count if resident is None else resident
-        return cls((*thresholds[: last - 1], *(ALWAYS,) * (count - last + 1)), entry_layer)
+    def by_layer(cls, thresholds: Sequence[float], entry_layer: int = 2) -> "CosineExit":
+        """A τ for each of blocks 1 to L - 1."""
+        return cls((*thresholds, ALWAYS), entry_layer)
 
     def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
         """See `ExitPolicy.leaves`."""
@@ -89,10 +91,25 @@ class Route:
     """A way through the layers: who leaves, and what those who left run through.
 
     Blocks in `dense_layers` (from 1) have no 4-bit copy in the river: every row runs them with the backbone's weights.
+    The first `held` positions of a sequence do not leave, 0 being the paper's rule; after block `resident`, the last
+    one that may run, every row does.
     """
 
     policy: ExitPolicy
     dense_layers: frozenset[int] = frozenset()
+    held: int = HELD
+    resident: int | None = None
+
+    @classmethod
+    def of(cls, way: "ExitPolicy | Route") -> "Route":
+        """A bare policy is asked for every token, as in the paper."""
+        return way if isinstance(way, Route) else cls(way, held=0)
+
+    def leaves(self, layer: int, before: Tensor, after: Tensor, positions: Tensor) -> Tensor:
+        """Return bool [B, S]: the rows that leave after block `layer`; `positions` [B or 1, S] in their sequences."""
+        if self.resident is not None and layer >= self.resident:
+            return torch.ones(after.shape[:-1], dtype=torch.bool, device=after.device)
+        return self.policy.leaves(layer, before, after) & (positions >= self.held)
 
 
 def exit_histogram(depths: Sequence[int], num_layers: int) -> list[int]:

@@ -4,7 +4,7 @@ Knows which parts of a bundle are needed where; exit layers are read when a toke
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -16,7 +16,7 @@ from .bundle import Bundle
 from .decoder import load_block, load_frame
 from .describe import resident_memory
 from .exit_layers import LazyBlocks, load_exit_block
-from .exits import CosineExit, ExitPolicy, Route
+from .exits import CosineExit, Route
 from .methods import River as RiverSettings
 from .offload import MemoryPlan, StreamedBlocks, parse_memory, plan_resident
 from .options import Offload, SessionOptions
@@ -75,7 +75,7 @@ _OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "tau": ("River", "--tau"),
         "resident": ("River", "--resident"),
-        "prefill": ("River", "--prefill dense"),
+        "prefill": ("River", "--prefill exit"),
         "gpu_memory": ("River", "--gpu-memory"),
         "offload": ("River", "--offload stream"),
         "lossless": ("River", "--lossless"),
@@ -110,14 +110,15 @@ def load_river(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
     refuse_options(bundle, options, "River")
     arch = bundle.architecture
     route = river_route(settings, arch.num_layers, tau=options.tau)
+    if options.lossless:
+        route = replace(route, dense_layers=frozenset())  # drafts are to be fast, and change nothing
     return make_river(
         arch,
         bundle.backbone,
         bundle.river,
         _placement(arch, settings, options, reporter or SilentReporter()),
-        route.policy,
+        route,
         entry_layer=settings.entry_layer,
-        dense_layers=() if options.lossless else route.dense_layers,  # drafts are to be fast, and change nothing
         dense_prefill=options.prefill == "dense",
     )
 
@@ -129,7 +130,8 @@ def river_route(
     thresholds = settings.thresholds if tau is None else None
     if thresholds is None:
         thresholds = (settings.tau if tau is None else tau,) * (num_layers - 1)
-    return Route(CosineExit.by_layer(thresholds, settings.entry_layer, resident), frozenset(settings.dense_layers))
+    policy = CosineExit.by_layer(thresholds, settings.entry_layer)
+    return Route(policy, frozenset(settings.dense_layers), resident=resident)
 
 
 def _placement(arch: Architecture, settings: RiverSettings, options: SessionOptions, reporter: Reporter) -> Placement:
@@ -168,15 +170,15 @@ def make_river(
     backbone: TensorStore,
     exits: TensorStore,
     placement: Placement,
-    policy: ExitPolicy,
+    route: Route,
     *,
     entry_layer: int,
-    dense_layers: Collection[int] = (),
     dense_prefill: bool = False,
 ) -> River:
     """Make the model from its stores. Dropped blocks are neither read nor counted.
 
-    In the river, blocks of `dense_layers` (from 1) are the backbone's own; they are loaded wherever they lie.
+    In the river, the route's `dense_layers` are the backbone's own blocks; they are loaded wherever they lie. Which
+    blocks are resident is said by the placement.
     """
     device, dtype, resident = placement.device, placement.dtype, placement.resident
     if resident is not None and not entry_layer - 1 <= resident <= arch.num_layers:
@@ -187,13 +189,20 @@ def make_river(
     def load_exit(index: int) -> Block:
         if index + 1 < entry_layer:
             raise IndexError(f"block {index + 1} has no exit layer")
-        if index + 1 in dense_layers:
+        if index + 1 in route.dense_layers:
             near = resident is None or index < resident
             return blocks[index] if near else load_block(arch, backbone, index, device=device, dtype=dtype)
         return load_exit_block(arch, backbone, exits, index, device=device, dtype=dtype)
 
     deepest = resident if placement.offload == "drop" else None
-    return River(decoder, LazyBlocks(arch.num_layers, load_exit), policy, resident=deepest, dense_prefill=dense_prefill)
+    return River(
+        decoder,
+        LazyBlocks(arch.num_layers, load_exit),
+        route.policy,
+        resident=deepest,
+        dense_prefill=dense_prefill,
+        held=route.held,
+    )
 
 
 def _backbone_blocks(arch: Architecture, store: TensorStore, placement: Placement) -> Sequence[Block]:

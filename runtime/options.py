@@ -27,8 +27,8 @@ class SessionOptions:
     """8: the head rounded to 8 bits when the model is loaded (CPU, bf16)."""
     ctx_size: int | None = None
     """Tokens of prompt and answer together."""
-    prefill: Literal["exit", "dense"] = "exit"
-    """Prompts leave at one depth by the exit rule, or run through the whole backbone."""
+    prefill: Literal["exit", "dense"] = "dense"
+    """Prompts run through the whole backbone, or leave at one depth by the exit rule (River)."""
     tau: float | None = None
     """Exit threshold, instead of the bundle's."""
     resident: int | None = None

@@ -37,35 +37,33 @@ class Quality:
 class Track:
     """One policy's state between two blocks: residual stream h [n, S, hidden], who has left, and after which block.
 
-    `stores` hold the keys and values that layers above read (R-CLA), for some sequences each. `dense_layers`: see
-    `exits.Route`.
+    `stores` hold the keys and values that layers above read (R-CLA), for some sequences each.
     """
 
-    policy: ExitPolicy
+    route: Route
     h: Tensor
     left: Tensor
     depth: Tensor
     stores: Sequence[PassStore] = ()
-    dense_layers: frozenset[int] = frozenset()
 
     @classmethod
     def start(cls, way: ExitPolicy | Route, h: Tensor) -> "Track":
-        """Begin below block 1 with the embeddings."""
-        route = way if isinstance(way, Route) else Route(way)
+        """Begin below block 1 with the embeddings of whole sequences; a bare policy is the paper's rule."""
         left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
         depth = torch.zeros_like(left, dtype=torch.int64)
-        return cls(route.policy, h, left, depth, dense_layers=route.dense_layers)
+        return cls(Route.of(way), h, left, depth)
 
     def in_river(self, layer: int) -> Tensor:
         """Which rows run block `layer` in 4 bits, bool [n, S]."""
-        return torch.zeros_like(self.left) if layer in self.dense_layers else self.left
+        return torch.zeros_like(self.left) if layer in self.route.dense_layers else self.left
 
     def decide(self, layer: int, before: Tensor, after: Tensor, *, last: bool) -> None:
-        """Let the rows still in the backbone leave after block `layer` where the policy says so."""
+        """Let the rows still in the backbone leave after block `layer` where the route says so."""
         staying = ~self.left
         self.depth[staying] = layer
         if not last:
-            self.left |= staying & self.policy.leaves(layer, before, after)
+            positions = torch.arange(after.shape[1], device=after.device)[None]
+            self.left |= staying & self.route.leaves(layer, before, after, positions)
         self.h = after
 
 

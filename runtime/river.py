@@ -2,7 +2,8 @@
 
 A pass climbs the backbone until the exit rule fires (or the resident blocks end), and goes on through the exit layers;
 both write the same cache slots, so no key or value is ever missing. Prompts leave at one depth, generated tokens
-each at their own. Source: River-LLM (arXiv 2604.18396), sections 4.1 and 4.2. Knows no files, no text, no sampling.
+each at their own; the first positions of a sequence may be held back (`exits.Route`), which the paper does not do.
+Source: River-LLM (arXiv 2604.18396), sections 4.1 and 4.2. Knows no files, no text, no sampling.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from .block import Block
 from .cache import KVCache, KVStore
 from .decoder import Decoder
-from .exits import ExitPolicy, FixedExit
+from .exits import ExitPolicy, FixedExit, Route
 from .generate import StepOutput
 from .routing import Ladder
 from .sampling import Sampler
@@ -24,7 +25,8 @@ class River:
     """The model that generation runs. `exits[l]` is the 4-bit copy of block l (from 0); the first ones are never used.
 
     `resident` is the number of backbone blocks that may run: a token that would go deeper leaves there (the paper's
-    backbone offloading). `dense_prefill` runs prompts through all resident blocks instead of asking the rule.
+    backbone offloading). `dense_prefill` runs prompts through all resident blocks instead of asking the rule. `held`:
+    see `exits.Route`; 0, the default, is the paper's rule.
     """
 
     def __init__(
@@ -35,26 +37,38 @@ class River:
         *,
         resident: int | None = None,
         dense_prefill: bool = False,
+        held: int = 0,
     ) -> None:
         self.decoder = decoder
         self.exits = exits
-        self.policy = policy
+        self.policy, self.held = policy, held
         count = decoder.arch.num_layers
         self.deepest = count if resident is None else min(resident, count)
         self._prefill_policy: ExitPolicy = FixedExit(self.deepest) if dense_prefill else policy
+
+    @property
+    def route(self) -> Route:
+        """The rule of its own, all of it but for what the river is made of."""
+        return Route(self.policy, held=self.held, resident=self.deepest)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """See `generate.Model`."""
         return self.decoder.new_cache(batch, capacity)
 
     def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
-        """Append ids [B, S], all leaving at one depth: the rule must hold for every token (paper section 4.2)."""
+        """Append ids [B, S], all leaving at one depth: the rule must hold for every token (paper section 4.2).
+
+        Tokens that are held do not count, and stay.
+        """
         h, step = self._enter(ids, cache)
         h, depth = self._climb(h, step, cache, self._prefill_policy)
         return StepOutput(self.decoder.logits(h[:, -1]), depth)
 
     def decode(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:  # noqa: ARG002 - see Model
-        """Append one token per row, ids [B, 1]; the batch leaves together (eq. 1: the minimum over its rows)."""
+        """Append one token per row, ids [B, 1]; the batch leaves together (eq. 1: the minimum over its rows).
+
+        Rows that are held do not count, and stay.
+        """
         h, step = self._enter(ids, cache)
         h, depth = self._climb(h, step, cache, self.policy)
         return StepOutput(self.decoder.logits(h[:, -1]), depth)
@@ -77,14 +91,15 @@ class River:
     def climb_rows(self, h: Tensor, step: Step, kv: KVStore) -> tuple[Tensor, Tensor]:
         """Take h [B, S, hidden] through all layers, each row at its own depth; returns h and depths [B, S]."""
         arch = self.decoder.arch
-        ladder = Ladder(arch, self.decoder.blocks, self.exits)
+        ladder, route = Ladder(arch, self.decoder.blocks, self.exits), self.route
+        positions = step.positions.to(h.device)
         left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
         depths = torch.zeros(h.shape[:2], dtype=torch.int64, device=h.device)
         for layer in range(1, arch.num_layers + 1):
             block = ladder.block(layer - 1, left)
             before, h = h, block(h, step, kv)
             depths[~left] = layer
-            left = left | (self.policy.leaves(layer, before, h) if layer < self.deepest else True)
+            left = left | route.leaves(layer, before, h, positions)
         return h, depths
 
     def _enter(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Step]:
@@ -92,12 +107,27 @@ class River:
         return self.decoder.embed(ids), self.decoder.step(cache, ids)
 
     def _climb(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy) -> tuple[Tensor, int]:
+        """All rows but those held leave together; returns h and the depth where they did."""
+        free = self._free(step, h.device)
         depth = self.deepest
         for layer in range(1, self.deepest + 1):
             before, h = h, self.decoder.blocks[layer - 1](h, step, kv)
-            if layer < self.deepest and policy.all_leave(layer, before, h):
+            if layer < self.deepest and _all_leave(policy, layer, before, h, free):
                 depth = layer
                 break
-        for block in self.exits[depth:]:
+        ladder = Ladder(self.decoder.arch, self.decoder.blocks, self.exits)
+        for index in range(depth, self.decoder.arch.num_layers):
+            both = free is not None and index < self.deepest
+            block = ladder.block(index, free) if both else self.exits[index]
             h = block(h, step, kv)
         return h, depth
+
+    def _free(self, step: Step, device: torch.device) -> Tensor | None:
+        """Which rows may leave, bool [B, S]; None: all of them."""
+        return None if min(step.starts) >= self.held else (step.positions >= self.held).to(device)
+
+
+def _all_leave(policy: ExitPolicy, layer: int, before: Tensor, after: Tensor, free: Tensor | None) -> bool:
+    if free is None:
+        return policy.all_leave(layer, before, after)
+    return bool(free.any()) and policy.all_leave(layer, before[free], after[free])

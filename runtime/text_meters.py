@@ -15,7 +15,7 @@ from . import nvium
 from .bundle import Bundle
 from .decoder import Decoder
 from .dense import Dense
-from .exits import ExitPolicy, FixedExit
+from .exits import ExitPolicy, FixedExit, Route
 from .generate import Model
 from .lossless import LosslessRiver
 from .methods import Rcla
@@ -110,31 +110,12 @@ class LadderMeter:
         return Reading(depths, len(hidden), lambda part, wanted: _score(decoder, hidden, part, wanted))
 
 
-@dataclass(frozen=True)
-class Bounded:
-    """A rule with an end: after block `deepest` everybody leaves, as there are no further blocks in memory."""
-
-    rule: ExitPolicy
-    deepest: int
-
-    def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
-        """See `ExitPolicy.leaves`."""
-        if layer >= self.deepest:
-            return torch.ones(after.shape[:-1], dtype=torch.bool, device=after.device)
-        return self.rule.leaves(layer, before, after)
-
-    def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
-        """See `ExitPolicy.all_leave`."""
-        return layer >= self.deepest or self.rule.all_leave(layer, before, after)
-
-
-def _ways(model: Dense | River, *, shares: bool) -> list[ExitPolicy]:
+def _ways(model: Dense | River, *, shares: bool) -> list[ExitPolicy | Route]:
     """The model's own rule last; before it full depth, where there is another one to compare with."""
     count = model.decoder.arch.num_layers
     if isinstance(model, Dense):
         return [FixedExit(count)] if shares else [FixedExit(count), FixedExit(count)]
-    own = Bounded(model.policy, model.deepest)
-    return [FixedExit(count), own] if model.deepest == count else [own]
+    return [FixedExit(count), model.route] if model.deepest == count else [model.route]
 
 
 def _score(decoder: Decoder, hidden: Sequence[Tensor], part: slice, wanted: Tensor) -> RowScores:

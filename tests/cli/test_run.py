@@ -117,7 +117,7 @@ def test_options_reach_the_session(adapt: Invoke, fakes: ModuleType, monkeypatch
     monkeypatch.setattr(services, "open_session", remember)
     line = "--max_new_tokens 7 --temp 0.5 --top-p .9 --top_k 40 --min-p .1 --seed 3 --stop a --stop b --ignore-eos"
     line += " --repeat-penalty 1.1 --stop-token-id 5 --device cpu --dtype bfloat16 --threads 2 -c 100 --tau 0.9"
-    line += " --resident 4 --offload stream --prefill dense --gpu-memory 8GiB --chat-template chatml"
+    line += " --resident 4 --offload stream --prefill exit --gpu-memory 8GiB --chat-template chatml"
     adapt("run", "b", "x", *line.split())
     assert vars(opened[0].calls[0][1].choices) == {
         "max_tokens": 7,
@@ -142,7 +142,7 @@ def test_options_reach_the_session(adapt: Invoke, fakes: ModuleType, monkeypatch
         "tau": 0.9,
         "lossless": False,
         "draft": None,
-        "prefill": "dense",
+        "prefill": "exit",
         "chat_template": "chatml",
         "cache_dir": None,
         "head_bits": 16,

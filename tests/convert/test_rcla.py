@@ -421,6 +421,6 @@ def test_two_processes_make_one_bundle(request_for, tiny_llama: Path, text: Path
 
 
 def test_options_of_other_methods_are_refused(trained: Path) -> None:
-    for given in ({"tau": 0.5}, {"resident": 2}, {"prefill": "dense"}, {"offload": "stream"}):
+    for given in ({"tau": 0.5}, {"resident": 2}, {"prefill": "exit"}, {"offload": "stream"}):
         with pytest.raises(UsageError, match="River bundles"):
             load_model(Bundle.open(trained), SessionOptions(device="cpu", **given))

@@ -20,7 +20,7 @@ from adapt_llm.runtime.exit_rules import (
     sizes,
     thresholds_by_layer,
 )
-from adapt_llm.runtime.exits import ALWAYS, CosineExit, FixedExit, Route
+from adapt_llm.runtime.exits import ALWAYS, HELD, CosineExit, FixedExit, Route
 from adapt_llm.runtime.loading import load_river, river_route
 from adapt_llm.runtime.manifest import loads
 from adapt_llm.runtime.methods import River
@@ -61,10 +61,16 @@ def stepwise(bundle: Bundle, ids: torch.Tensor, **options: object) -> torch.Tens
 # -- rules as data -------------------------------------------------------------------------------------------------
 
 
-def test_thresholds_by_block_end_where_the_resident_blocks_do() -> None:
-    assert CosineExit.by_layer((0.1, 0.2, 0.3), resident=2).thresholds == (0.1, ALWAYS, ALWAYS, ALWAYS)
+def test_thresholds_are_those_of_all_blocks_but_the_last() -> None:
     assert CosineExit.by_layer((0.1, 0.2, 0.3)).thresholds == (0.1, 0.2, 0.3, ALWAYS)
-    assert CosineExit.uniform(0.5, 4, resident=3) == CosineExit((0.5, 0.5, ALWAYS, ALWAYS))
+    assert CosineExit.uniform(0.5, 4) == CosineExit((0.5, 0.5, 0.5, ALWAYS))
+
+
+def test_a_route_ends_where_the_resident_blocks_do() -> None:
+    before, places = torch.ones(1, 3, 2), torch.arange(3)[None]
+    route = Route(CosineExit.uniform(1.0, 4), resident=2)
+    assert route.leaves(1, before, before, places).tolist() == [[False] * 3]
+    assert route.leaves(2, before, before, places).tolist() == [[True] * 3], "held ones too: there is no more backbone"
 
 
 def test_a_route_is_the_bundles_rule(opened: Bundle) -> None:
@@ -72,7 +78,8 @@ def test_a_route_is_the_bundles_rule(opened: Bundle) -> None:
     assert river is not None
     assert river_route(river, 4) == Route(CosineExit((0.9, 1.0, -1.0, ALWAYS)), frozenset({3}))
     assert river_route(river, 4, tau=0.5) == Route(CosineExit((0.5, 0.5, 0.5, ALWAYS)), frozenset({3}))
-    assert river_route(river, 4, resident=2).policy == CosineExit((0.9, ALWAYS, ALWAYS, ALWAYS))
+    assert river_route(river, 4, resident=2).resident == 2
+    assert river_route(river, 4).held == HELD == 1
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_a_block_that_stays_dense_is_the_backbones(opened: Bundle) -> None:
             h = block(h, step, store)
         expected = decoder.logits(h)[0]
         cache = whole.new_cache(1, ids.shape[1])
-        whole.policy = FixedExit(1)
+        whole.policy, whole.held = FixedExit(1), 0
         found = torch.stack([whole.decode(token, cache).logits[0] for token in ids.split(1, 1)])
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
 
@@ -158,11 +165,16 @@ def _cosines(files: Files) -> torch.Tensor:
 
 def test_losses_are_those_of_leaving_after_each_block(files: Files) -> None:
     found = measure_errors(files, IDS, 2, SilentReporter())
-    ways = [FixedExit(4), *(FixedExit(depth) for depth in (1, 2, 3))]
+    ways = [FixedExit(4), *(Route(FixedExit(depth)) for depth in (1, 2, 3))]
     qualities = measure(files, IDS, ways, SilentReporter())
-    assert found.losses.shape == (4, 22)
-    assert found.cosines.shape == (3, 22)
-    assert found.losses.mean(1).tolist() == pytest.approx([q.kl for q in (*qualities[1:], qualities[0])], abs=1e-5)
+    assert found.losses.shape == (4, 20)
+    assert found.cosines.shape == (3, 20)
+    kls = [q.kl * 22 / 20 for q in (*qualities[1:], qualities[0])]  # the first token of each sequence loses nothing
+    assert found.losses.mean(1).tolist() == pytest.approx(kls, abs=1e-5)
+    paper = measure_errors(files, IDS, 2, SilentReporter(), held=0)
+    assert paper.losses.shape == (4, 22)
+    whole = measure(files, IDS, [FixedExit(4), FixedExit(1)], SilentReporter())[1]
+    assert paper.losses[0].mean().item() == pytest.approx(whole.kl, abs=1e-5)
     later = measure_errors(files, IDS, 3, SilentReporter())
     assert torch.equal(later.losses[0], later.losses[1])
     torch.testing.assert_close(later.losses[1:], found.losses[1:])

@@ -3,7 +3,6 @@
 import pytest
 
 from adapt_llm.errors import ResourceError, UsageError
-from adapt_llm.runtime.exits import CosineExit
 from adapt_llm.runtime.offload import MARGIN, parse_memory, plan_resident
 
 GIB = 2**30
@@ -42,8 +41,3 @@ def test_a_plan_is_said_in_one_line() -> None:
     assert plan.describe(32, "drop") == (
         "4 of 32 backbone blocks in 9.00 GiB of device memory; the other 28 are not loaded."
     )
-
-
-def test_after_the_last_resident_block_every_row_leaves() -> None:
-    policy = CosineExit.uniform(0.9, 6, resident=3)
-    assert [threshold < -1 for threshold in policy.thresholds] == [False, False, True, True, True, True]
