@@ -14,8 +14,8 @@ from .console import make_reporter
 from .eval_options import Chat, Field, Labels, Limit, Prompts, Tasks, Text, outputs, refuse_others
 from .generation import Choices, System, sampling
 from .groups import Group
-from .options import Json, opening
-from .reports import Outputs
+from .options import opening
+from .outputs import Outputs
 
 EXAMPLES = eval_text.EXAMPLES + eval_labels.EXAMPLES + eval_tasks.EXAMPLES + eval_prompts.EXAMPLES
 
@@ -36,7 +36,6 @@ def command(
     choices: Annotated[Choices, Group(sampling)],
     asked: Annotated[Asked, Group(comparison)],
     settings: Annotated[dict[str, Any], Group(opening)],
-    as_json: Json = False,
 ) -> None:
     """Measure what a bundle's answers are worth.
 
@@ -56,16 +55,15 @@ def command(
         raise UsageError(what, "Give --text, --labels, --tasks or --prompts")
     refuse_others(ctx, given[0])
     files = replace(files, command=shlex.join(["adapt", *ctx.obj.args]))
-    common: dict[str, Any] = {"outputs": files, "as_json": as_json}
     if text is not None:
-        eval_text.evaluate_text(bundle, text, settings, reporter=make_reporter(ctx.obj), **common)
+        eval_text.evaluate_text(bundle, text, settings, outputs=files, reporter=make_reporter(ctx.obj))
     elif labels is not None:
         labels = replace(labels, field=field, limit=limit)
-        eval_labels.evaluate_labels(bundle, labels, settings, asked, reporter=make_reporter(ctx.obj), **common)
+        eval_labels.evaluate_labels(bundle, labels, settings, asked, outputs=files, reporter=make_reporter(ctx.obj))
     elif tasks is not None:
         extra = {"limit": limit, "batch_size": asked.batch_size, "seed": choices.seed}
         tasks = replace(tasks, **extra, chat=chat, system=system)
-        eval_tasks.evaluate_tasks(bundle, tasks, settings, reporter=make_reporter(ctx.obj), **common)
+        eval_tasks.evaluate_tasks(bundle, tasks, settings, outputs=files, reporter=make_reporter(ctx.obj))
     elif prompts is not None:
         prompts = replace(prompts, field_name=field, force=files.force)
         prompts = replace(prompts, limit=limit, chat=chat, batch_size=asked.batch_size)

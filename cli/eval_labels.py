@@ -1,13 +1,10 @@
 """`adapt eval --labels`: what a bundle's labels are worth, and what stopping early costs and saves."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from ..errors import UsageError
 from ..runtime.label_quality import Comparison, Rows, compare, spread
@@ -15,7 +12,7 @@ from ..runtime.progress import Reporter
 from . import plots, services
 from .classification import Asked, Point, choose_one_d, choose_two_d, full
 from .heat import Stops, heat_map, shades
-from .reports import Outputs, head
+from .outputs import Outputs, head
 from .tables import aligned, markdown
 from .text_classifier import TextClassifier
 
@@ -54,7 +51,6 @@ def evaluate_labels(
     *,
     outputs: Outputs,
     reporter: Reporter,
-    as_json: bool = False,
 ) -> None:
     """Measure and print. `settings` are the fields of SessionOptions. Raises UsageError, FormatError for bad rows."""
     twodee = services.twodee(bundle)
@@ -79,7 +75,10 @@ def evaluate_labels(
         reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
     result = summary(found, points, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
     result["use"] = twodee.use
-    _publish(outputs, result, as_json=as_json)
+    if outputs.plot is not None:
+        plots.save(outputs.plot, stops_of(result), result["layers"], title=result["data"]["bundle"])
+    seen = page(result, width=shutil.get_terminal_size().columns, marks=shades())
+    outputs.publish(result, seen, report(outputs.command, result))
 
 
 def used_for(twodee: "TwoDee", sha256: str) -> str | None:
@@ -115,18 +114,6 @@ def summary(
         "data": dict(data),
         "machine": services.machine(),
     }
-
-
-def _publish(outputs: Outputs, result: Mapping[str, Any], *, as_json: bool) -> None:
-    if outputs.plot is not None:
-        plots.save(outputs.plot, stops_of(result), result["layers"], title=result["data"]["bundle"])
-    outputs.write_report(report(outputs.command, result))
-    if as_json:
-        typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
-        return
-    width = shutil.get_terminal_size().columns
-    for line in page(result, width=width, marks=shades()):
-        typer.echo(line.rstrip())
 
 
 def stops_of(result: Mapping[str, Any]) -> Stops:

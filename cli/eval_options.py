@@ -13,8 +13,8 @@ from .eval_prompts import PromptsRequest
 from .eval_tasks import TasksRequest
 from .eval_text import TextRequest
 from .groups import Group
-from .options import Force
-from .reports import Outputs
+from .options import Force, Json
+from .outputs import Outputs
 
 TEXT, LABELS, TASKS, PROMPTS = "Text", "Labelled rows", "Tasks (lm-evaluation-harness)", "Prompts"
 _GENERATING = ("--text", "--tasks", "--prompts")
@@ -154,9 +154,10 @@ def outputs(
         typer.Option("--plot", metavar="FILE.png", help="Draw perplexity by position, or where documents stopped."),
     ] = None,
     force: Force = False,
+    as_json: Json = False,
 ) -> Outputs:
-    """Read which files are written besides."""
-    return Outputs(report, plot, force)
+    """Read where results go."""
+    return Outputs(plot, report, force, as_json)
 
 
 Text = Annotated[TextRequest | None, Group(text_request)]

@@ -1,18 +1,15 @@
 """`adapt eval --tasks`: tasks of lm-evaluation-harness under the bundle's exit rule, and at full depth beside it."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from ..errors import UsageError
 from ..runtime.progress import Reporter
 from . import services
 from .charts import histogram
-from .reports import Outputs, head
+from .outputs import Outputs, head
 from .tables import aligned, markdown
 
 EXAMPLES = """\
@@ -48,7 +45,6 @@ def evaluate_tasks(
     *,
     outputs: Outputs,
     reporter: Reporter,
-    as_json: bool = False,
 ) -> None:
     """Measure and print. `settings` are the fields of SessionOptions. Raises UsageError, AdaptError, AccessError."""
     if services.twodee(bundle) is not None:
@@ -57,12 +53,7 @@ def evaluate_tasks(
     outputs.check()
     found = services.task_quality(bundle, request, settings, reporter)
     result = {"bundle": bundle.name, **found, "machine": services.machine()}
-    outputs.write_report(report(outputs.command, result))
-    if as_json:
-        typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
-        return
-    for line in page(result):
-        typer.echo(line.rstrip())
+    outputs.publish(result, page(result), report(outputs.command, result))
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:

@@ -1,20 +1,17 @@
 """`adapt eval --text`: how well a bundle predicts a text, and how far it is from its own dense backbone."""
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from ..errors import FormatError, UsageError
 from ..runtime.progress import Reporter
 from . import plots, services
 from .charts import histogram
-from .reports import Outputs, head
+from .outputs import Outputs, head
 from .tables import aligned, markdown
 
 EXAMPLES = """\
@@ -44,7 +41,6 @@ def evaluate_text(
     *,
     outputs: Outputs,
     reporter: Reporter,
-    as_json: bool = False,
 ) -> None:
     """Measure and print. `settings` are the fields of SessionOptions.
 
@@ -55,15 +51,9 @@ def evaluate_text(
     found = services.text_quality(bundle, text, settings, limit=request.limit, reporter=reporter)
     if outputs.plot is not None:
         plots.save_curve(outputs.plot, found["by_position"], title=f"{bundle.name} on {request.name}")
-    if outputs.report is not None:
-        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
-        about = f"{request.name} (sha256 of its text {digest}); every token is predicted once from those before it."
-        outputs.write_report(report(f"{bundle.name} on {request.name}", outputs.command, about, found))
-    if as_json:
-        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
-        return
-    for line in page(found):
-        typer.echo(line.rstrip())
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+    about = f"{request.name} (sha256 of its text {digest}); every token is predicted once from those before it."
+    outputs.publish(found, page(found), report(f"{bundle.name} on {request.name}", outputs.command, about, found))
 
 
 def _read(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Where the figures of a measurement go: a page or JSON on stdout, a Markdown page, a picture. Knows no figures."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from .writing import check_new, write_whole
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is written besides the page."""
+    """What is written besides the page. `command` is what was typed."""
 
     plot: Path | None = None
     report: Path | None = None
     force: bool = False
     as_json: bool = False
+    command: str = "adapt"
 
     def check(self) -> None:
         """Raise UsageError, AdaptError for what can be known to fail before the work."""
@@ -37,6 +38,15 @@ class Outputs:
             return
         for line in page:
             typer.echo(line.rstrip())
+
+
+def head(title: str, command: str, about: Iterable[str], machine: Mapping[str, str]) -> Iterator[str]:
+    """Yield how a report of `adapt eval` begins: its title, the command, what was measured and how, on what."""
+    yield from (f"# {title}", "", f"`{command}`", "")
+    yield from about
+    yield ""
+    yield ", ".join(f"{name} {value}" for name, value in machine.items()) + "."
+    yield ""
 
 
 def machine_line(machine: Mapping[str, str]) -> str:
