@@ -1,8 +1,9 @@
 """What the mixture's training does besides fitting the text: the routers' warm-up, and the price of depth.
 
 The price (beta) is given, or a controller steers it so that the expected depth meets a target: its state is a few
-numbers that a checkpoint keeps. Source: N-vium (arXiv 2605.13190) for the warm-up and the penalty; the authors'
-controller compares the loss with a dense baseline's, ours compares the depth with what was asked for. Knows no model.
+numbers that a checkpoint keeps. A target is an equality, so a steered price has either sign: below 0, depth is paid
+for. Source: N-vium (arXiv 2605.13190) for the warm-up and the penalty; the authors' controller compares the loss with
+a dense baseline's, ours compares the depth with what was asked for. Knows no model.
 """
 
 import math
@@ -16,12 +17,14 @@ WARM_UP = 0.05
 """Share of the steps in which routers are drawn to equal masses, and depth costs nothing."""
 BETA = 0.15
 """What depth costs where nothing else is said."""
-LOWEST, FIRST, HIGHEST = 1e-4, 0.01, 20.0
-"""Bounds of a steered beta, and where it begins: in nats, for the whole depth. It begins low: as long as exits differ
-little, any price makes all tokens leave at the first, and what lies above it then has nothing to learn from."""
+FIRST, HIGHEST = 0.01, 20.0
+"""Where a steered beta begins, and how far from 0 it may go: in nats, for the whole depth. It begins low: as long as
+exits differ little, any price makes all tokens leave at the first, and what lies above it has nothing to learn from."""
+_SCALE = 0.01
+"""Beta is this times sinh(u), and u is steered: as by its logarithm where it is large, in even steps through 0."""
 _RESPONSE = 12.0
-"""Nats of log beta that a persistent error of the whole depth adds in the time below, and at once (integral and
-proportional gain): chosen on the text of SmolLM2's features and on scratch runs, where none overshot for long."""
+"""How much a persistent error of the whole depth adds to u in the time below, and at once (integral and proportional
+gain). Chosen by trial on small models trained from scratch."""
 _TIME = 0.05
 """Share of the steps over which the integral acts."""
 
@@ -45,7 +48,7 @@ class DepthControl:
         self._target = target
         self._warm_steps = round(warm_up * steps)
         self._pull = 1 / max(1.0, _TIME * steps)
-        self._integral = math.log(max(beta, LOWEST))
+        self._integral = _turn(beta)
         self._sums = [0.0, 0.0, 0.0]
         self._loss, self._depth = math.nan, math.nan
 
@@ -80,15 +83,19 @@ class DepthControl:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
-        return {"beta": self.beta, "integral": self._integral, "loss": self._loss, "depth": self._depth}
+        return {"beta": self.beta, "turn": self._integral, "loss": self._loss, "depth": self._depth}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self.beta, self._integral = state["beta"], state["integral"]
+        self.beta, self._integral = state["beta"], state["turn"]
         self._loss, self._depth = state["loss"], state["depth"]
 
     def _steer(self, error: float) -> None:
-        """Too deep makes depth dearer. In logs, since prices that matter span three orders of magnitude."""
-        low, high = math.log(LOWEST), math.log(HIGHEST)
-        self._integral = min(max(self._integral + _RESPONSE * self._pull * error, low), high)
-        self.beta = math.exp(min(max(self._integral + _RESPONSE * error, low), high))
+        """Too deep makes depth dearer, too shallow cheaper. Prices that matter span three orders of magnitude."""
+        bound = _turn(HIGHEST)
+        self._integral = min(max(self._integral + _RESPONSE * self._pull * error, -bound), bound)
+        self.beta = _SCALE * math.sinh(min(max(self._integral + _RESPONSE * error, -bound), bound))
+
+
+def _turn(beta: float) -> float:
+    return math.asinh(beta / _SCALE)

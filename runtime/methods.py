@@ -267,10 +267,10 @@ class Nvium(MethodSettings, frozen=True):
     """What training changed: junctions alone, all of a trained model, or a model that began with random weights."""
     blocks: Literal["dense", "4bit"] = "dense"
     """Which blocks run: the backbone's, or a River bundle's exit layers where there are any."""
-    beta: Annotated[float, Field(ge=0)]
-    """Weight of the compute penalty when training ended."""
+    beta: float
+    """Weight of the compute penalty when training ended; below 0 where depth had to be paid for to reach the target."""
     target_depth: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The share of the blocks that a controller steered `beta` towards; None: `beta` was given."""
+    """The share of the blocks that a controller steered `beta` towards; None: `beta` was given, and is not below 0."""
     exits: tuple[MeasuredExit, ...] = ()
     """One per junction, and the last."""
     expected_depth: Share | None = None
@@ -291,6 +291,8 @@ class Nvium(MethodSettings, frozen=True):
             raise ValueError(f"junctions must rise, not {list(self.junctions)}")
         if self.exits and len(self.exits) != len(self.junctions) + 1:
             raise ValueError(f"{len(self.exits)} exits were measured, there are {len(self.junctions) + 1}")
+        if self.beta < 0 and self.target_depth is None:
+            raise ValueError(f"beta {self.beta} is below 0, and no controller steered it there")
         if self.final_adapter and self.trained == "routers":
             raise ValueError("the last exit of a frozen backbone has no adapter")
         return self

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapt_llm.convert import mixture_loss as module
-from adapt_llm.convert.depth_control import FIRST, DepthControl, warm_up_term
+from adapt_llm.convert.depth_control import FIRST, HIGHEST, DepthControl, warm_up_term
 from adapt_llm.convert.mixture_loss import mixture_loss
 from adapt_llm.runtime.junctions import log_weights, weights
 
@@ -75,8 +75,10 @@ def test_warm_up_is_least_at_equal_masses(exits: int) -> None:
     assert float(warm_up_term(moved)) == pytest.approx(wanted, rel=1e-5)
 
 
-def toy(target: float, steps: int, *, gain: float = 1.0, seed: int = 0) -> tuple[DepthControl, list[float]]:
-    """Scores that Adam moves between what leaving costs (deeper is better, ever less so) and what depth costs."""
+def toy(
+    target: float, steps: int, *, gain: float = 1.0, seed: int = 0, best: float = 1.0
+) -> tuple[DepthControl, list[float]]:
+    """Scores that Adam moves between what leaving costs (`best` is the depth of least loss) and what depth costs."""
     control = DepthControl(steps, beta=FIRST, target=target)
     score = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.Adam([score], lr=0.03)
@@ -84,7 +86,7 @@ def toy(target: float, steps: int, *, gain: float = 1.0, seed: int = 0) -> tuple
     for step in range(steps):
         control.begin(step)
         depth = 1 - score.sigmoid() * 0.75
-        loss = gain * (1 - depth) ** 2
+        loss = gain * (best - depth) ** 2
         price = warm_up_term([score]) if control.warming else control.beta * depth
         optimizer.zero_grad()
         (loss + price).backward()
@@ -103,6 +105,25 @@ def test_the_controller_reaches_its_target(target: float, gain: float) -> None:
     settled = depths[-40:]
     assert abs(sum(settled) / 40 - target) < 0.02
     assert max(settled) - min(settled) < 0.08
+
+
+@pytest.mark.parametrize("gain", [0.2, 3.0])
+def test_the_controller_pays_for_depth_where_the_model_would_leave_early(gain: float) -> None:
+    control, depths = toy(0.6, 400, gain=gain, best=0.35)
+    assert abs(sum(depths[-40:]) / 40 - 0.6) < 0.02
+    assert control.beta == pytest.approx(-2 * gain * 0.25, rel=0.3)  # where both slopes cancel
+
+
+def test_a_steered_price_has_a_bound_and_comes_back_from_it() -> None:
+    control = DepthControl(200, beta=FIRST, target=0.6)
+    found = []
+    for step in range(200):
+        control.begin(step)
+        control.add(torch.tensor(1.0), torch.tensor(0.3 if step < 100 else 0.9), 1)
+        control.finish(control.sums())
+        found.append(control.beta)
+    assert found[99] == pytest.approx(-HIGHEST)
+    assert found[-1] == pytest.approx(HIGHEST)
 
 
 def test_a_given_beta_stays() -> None:
