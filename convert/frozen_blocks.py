@@ -44,13 +44,20 @@ def frozen_frame(opened: Opened, store: TensorStore, dtype: torch.dtype, device:
 
 
 def reading_memory(opened: Opened) -> int:
-    """Bytes of host memory of a pass, estimated: embedding and head, all blocks or two, and the rows' activations."""
-    arch, dtype, device = opened.arch, reading_dtype(opened), opened.device
+    """Bytes of host memory that reading texts takes, estimated."""
+    return running_memory(opened.arch, reading_dtype(opened), opened.device)
+
+
+def running_memory(arch: Architecture, dtype: torch.dtype, device: torch.device, *, rows: int = ROWS) -> int:
+    """Bytes of host memory of a pass of so many rows, estimated: embedding and head, all blocks or two, activations.
+
+    Two, since one is read while another is in use.
+    """
     kept = device.type == "cpu" and keeps_blocks(arch, dtype, device)
     blocks = [_numbers(arch, index) for index in range(arch.num_layers)]
     numbers = arch.vocab_size * arch.hidden_size * (1 if arch.tied else 2)
     numbers += sum(blocks) if kept else 2 * max(blocks)
-    return dtype.itemsize * (numbers + 8 * ROWS * arch.intermediate_size)
+    return dtype.itemsize * (numbers + 8 * rows * arch.intermediate_size)
 
 
 def _numbers(arch: Architecture, index: int) -> int:

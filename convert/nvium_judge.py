@@ -162,15 +162,10 @@ def _exits(frame: Decoder, junctions: Junctions, states: Sequence[Tensor]) -> tu
     scores: list[Tensor] = []
     for junction, h in zip(junctions, early, strict=True):
         x, score = junction.read(h)
-        logs.append(_log_probabilities(frame, x))
+        logs.append(frame.scores(x).log_softmax(-1))
         scores.append(score)
-    logs.append(_log_probabilities(frame, junctions.adapt_final(frame.final_norm(end))))
+    logs.append(frame.scores(junctions.adapt_final(frame.final_norm(end))).log_softmax(-1))
     return logs, torch.stack(scores) if scores else end.new_zeros((0, len(end)), dtype=torch.float32)
-
-
-def _log_probabilities(frame: Decoder, x: Tensor) -> Tensor:
-    logits, cap = frame.head(x).float(), frame.arch.logit_softcap
-    return (logits if cap is None else cap * torch.tanh(logits / cap)).log_softmax(-1)
 
 
 def _logs(scores: Tensor, bias: float = 0.0) -> Tensor:

@@ -13,15 +13,15 @@ import torch
 
 from ..errors import FormatError
 from ..runtime.adapters import Adapters
-from ..runtime.bundle import BACKBONE, RIVER
+from ..runtime.bundle import BACKBONE
 from ..runtime.classify import Classifier
-from ..runtime.classify_loading import check_scores, document_blocks
-from ..runtime.decoder import Decoder, load_frame
+from ..runtime.classify_loading import check_scores
+from ..runtime.decoder import Decoder
 from ..runtime.dense import Dense
 from ..runtime.documents import DocumentReader
 from ..runtime.loading import resolve_dtype
 from ..runtime.manifest import Backbone, Base, Manifest, SelfCheck
-from ..runtime.methods import Readout, River, TextUsed, TrainingRun, TwoDee
+from ..runtime.methods import Readout, TextUsed, TrainingRun, TwoDee
 from ..runtime.operating_point import best_accuracy, cheapest
 from ..runtime.progress import Reporter
 from ..runtime.self_check import run_dense_check
@@ -31,6 +31,8 @@ from .adapters import Fitting, fit, probabilities
 from .building import begin, libraries
 from .features import TOGETHER_BYTES, Encoder, Features, TextDocuments, write_features
 from .frontier import READOUTS, Curve, Judged, measure
+from .frozen_blocks import frozen_frame
+from .river_files import place_exit_layers
 from .stream import HashingFile, of_tensor, read_entries, write_safetensors
 from .trainable import trained_entries
 from .training import train
@@ -39,8 +41,6 @@ from .twodee_plan import ADAPTERS_FILE, CPU, Plan, plan
 from .workspace import Workspace
 from .writer import (
     place_backbone,
-    place_bytes,
-    place_file,
     place_safetensors,
     place_shards,
     seal,
@@ -58,20 +58,8 @@ def build(plan: Plan, reporter: Reporter) -> Path:
     The same plan gives the same bytes on the same machine, however often it was interrupted.
     """
     with begin(plan, reporter) as work:
-        _place_exit_layers(work, plan, reporter)
+        place_exit_layers(work, plan.opened, reporter, link=plan.request.backbone == "link")
         return _Recipe(plan, work, reporter).finish()
-
-
-def _place_exit_layers(work: Workspace, plan: Plan, reporter: Reporter) -> None:
-    """Take a River bundle's files over as they are."""
-    bundle = plan.opened.bundle
-    if bundle is None or not (names := bundle.weight_files(RIVER)):
-        return
-    with reporter.task("Copy the exit layers", plan.river_bytes) as task:
-        for name in names:
-            place_file(work, name, bundle.path / name, task.advance, link=plan.request.backbone == "link")
-    index = f"{RIVER}.safetensors.index.json"
-    place_bytes(work, index, (bundle.path / index).read_bytes())
 
 
 class _Recipe:
@@ -152,13 +140,7 @@ class _Recipe:
 
     def _frame(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """Return the blocks that documents run through, and the embedding before them."""
-        plan = self._plan
-        bundle = plan.opened.bundle
-        river = None if bundle is None else bundle.manifest.method(River)
-        exits = None if bundle is None or river is None else (bundle.river, river)
-        keep = plan.keeps_blocks(dtype, device)
-        blocks = document_blocks(plan.arch, self._store, exits, device=device, dtype=dtype, keep=keep)
-        return load_frame(plan.arch, self._store, blocks, device=device, dtype=dtype)
+        return frozen_frame(self._plan.opened, self._store, dtype, device)
 
     def _adapters(self, features: Features) -> Adapters:
         plan, settings = self._plan, self._plan.settings

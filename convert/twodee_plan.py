@@ -19,10 +19,11 @@ from ..runtime.methods import LabelledRows, River
 from ..runtime.progress import Reporter
 from ..runtime.sentences import LEAST, MOST, split_sentences
 from .features import PIECE_DOCUMENTS, ROWS, TOGETHER_BYTES
+from .frozen_blocks import keeps_blocks, running_memory
 from .labelled import Split, Text, class_weights
 from .lora import LoraSettings
 from .opening import OpenedPlan, open_request
-from .preflight import PROGRAM_BYTES, RUN_WHOLE, check_disk, check_memory, human
+from .preflight import PROGRAM_BYTES, check_disk, check_memory, human
 from .request import ConvertRequest
 from .training_settings import Precision, TrainingSettings
 from .twodee_lora import EPOCHS, lora_settings, training_settings
@@ -167,16 +168,10 @@ class Plan(OpenedPlan[TwoDeeSettings]):
 
     def keeps_blocks(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether blocks stay in memory once they are read; else they are read again for every passage."""
-        budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else RUN_WHOLE
-        return dtype.itemsize * self._blocks() <= budget
+        return keeps_blocks(self.arch, dtype, device)
 
     def _running(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Of host memory: embedding and head, all blocks or two (one is read while another is in use), and a pass."""
-        arch = self.arch
-        kept = device.type == "cpu" and self.keeps_blocks(dtype, device)
-        numbers = arch.vocab_size * arch.hidden_size * (1 if arch.tied else 2)
-        numbers += self._blocks() if kept else 2 * max(map(self._block, range(arch.num_layers)))
-        return dtype.itemsize * (numbers + 8 * (ROWS + self.max_tokens) * arch.intermediate_size)
+        return running_memory(self.arch, dtype, device, rows=ROWS + self.max_tokens)
 
     def _states(self) -> int:
         """Of the documents that climb side by side."""
@@ -184,13 +179,6 @@ class Plan(OpenedPlan[TwoDeeSettings]):
         tokens, sentences = (ceil(PIECE_DOCUMENTS * each / count) for each in (self.tokens, self.sentences))
         piece = arch.hidden_size * (tokens * self.dtype.itemsize + sentences * arch.num_layers * BF16)
         return piece if self.keeps_blocks(self.dtype, self.device) else max(piece, TOGETHER_BYTES)
-
-    def _blocks(self) -> int:
-        """Numbers in all blocks."""
-        return sum(map(self._block, range(self.arch.num_layers)))
-
-    def _block(self, index: int) -> int:
-        return sum(prod(shape) for shape in self.arch.block_tensors(index).values())
 
     def fingerprint(self) -> dict[str, Any]:
         """What the result's bytes depend on, as JSON."""

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Tokens
 from tokenizers import models
 
 from adapt_llm.convert import features as features_module
-from adapt_llm.convert import twodee, twodee_plan, twodee_rows
+from adapt_llm.convert import frozen_blocks, twodee, twodee_plan, twodee_rows
 from adapt_llm.convert.request import ConvertRequest
 from adapt_llm.convert.river import build as build_river
 from adapt_llm.convert.river import plan as plan_river
@@ -222,7 +222,7 @@ def test_a_model_that_is_not_kept_in_memory_gives_the_same_bundle(
     assert kept.keeps_blocks(kept.dtype, kept.device)
     blocks = [sum(map(math.prod, kept.arch.block_tensors(layer).values())) for layer in range(4)]
     whole = kept.memory
-    monkeypatch.setattr(twodee_plan, "RUN_WHOLE", 4 * sum(blocks) - 1)
+    monkeypatch.setattr(frozen_blocks, "RUN_WHOLE", 4 * sum(blocks) - 1)
     monkeypatch.setattr(twodee_plan, "TOGETHER_BYTES", 0)
     read = plan(asked, SilentReporter())
     assert not read.keeps_blocks(read.dtype, read.device)
