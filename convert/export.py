@@ -15,7 +15,7 @@ from ..quant.layout import pack, packed_shapes, trivial_g_idx
 from ..quant.quantizers import QUANTIZERS
 from ..runtime.bundle import BACKBONE, RIVER, Bundle
 from ..runtime.manifest import MANIFEST_NAME
-from ..runtime.methods import River
+from ..runtime.methods import Nvium, River
 from ..runtime.progress import Reporter
 from .backbone import plan_backbone
 from .preflight import check_disk
@@ -32,6 +32,7 @@ def export(bundle: Bundle, fmt: Format, output: Path, *, reporter: Reporter, for
     Raises UsageError (output in the way), UnsupportedError (the format cannot hold it), ResourceError (disk).
     """
     _refuse_shared(bundle)
+    _refuse_adapted(bundle)
     if force:
         check_replaceable(output, [bundle.path, bundle.backbone_folder])
     river = _exportable(bundle) if fmt == "gptq" else None
@@ -51,6 +52,14 @@ def _refuse_shared(bundle: Bundle) -> None:
     followers = sum(source != layer for layer, source in enumerate(sources))
     if followers:
         what = f"{followers} of {len(sources)} layers of {bundle.path} read another layer's cache"
+        raise UnsupportedError(f"{what}: no other program can run that", "Run it with adapt.")
+
+
+def _refuse_adapted(bundle: Bundle) -> None:
+    """Other programs have no adapter between the last norm and the head; without it the last exit is another model."""
+    mixture = bundle.manifest.method(Nvium)
+    if mixture is not None and mixture.final_adapter:
+        what = f"the last exit of {bundle.path} has an adapter before the head"
         raise UnsupportedError(f"{what}: no other program can run that", "Run it with adapt.")
 
 

@@ -5,7 +5,6 @@ Knows the request and the source; writes nothing.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import ceil, prod
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from ..runtime.architecture import Architecture
 from ..runtime.bundle import RIVER
 from ..runtime.junctions import equal_points, junction_tensors, router_width
 from ..runtime.methods import River
+from ..runtime.piggyback import segments
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
 from .frozen_blocks import reading_memory
@@ -212,7 +212,8 @@ def plan(request: ConvertRequest[NviumSettings], reporter: Reporter) -> Plan:
     if made.trains_backbone and made.blocks == "4bit":
         what = "--train all changes the backbone, and a River bundle's tokens run through its 4-bit exit layers"
         raise UnsupportedError(what, "Train the plain model, or leave --train out.")
-    _check_sharing(arch, made.points)
+    segments(arch, made.points)  # refuses an R-CLA group that reaches over a junction
+    _check_target(settings, made)
     check_memory(made.memory)
     if not work_folder(request.output).is_dir():
         check_disk(request.output, made.disk)
@@ -243,11 +244,9 @@ def _points(settings: NviumSettings, arch: Architecture) -> tuple[int, ...]:
     return equal_points(arch.num_layers, exits)
 
 
-def _check_sharing(arch: Architecture, points: tuple[int, ...]) -> None:
-    """Refuse an R-CLA group that reaches over a junction: tokens wait there, and what they attend to must not move."""
-    ends = (0, *points, arch.num_layers)
-    for first, end in pairwise(ends):
-        for layer in range(first, end):
-            if (source := arch.kv_sources[layer]) < first:
-                what = f"layer {layer + 1} reads the cache of layer {source + 1}, over the junction after block {first}"
-                raise UnsupportedError(what, "Put --junctions where groups end, or share in groups that fit.")
+def _check_target(settings: NviumSettings, made: Plan) -> None:
+    """Refuse a depth that no choice of exits has."""
+    target, least = settings.target_depth, made.depths[0]
+    if target is not None and target < least:
+        what = f"--target-depth {target:g} is less than the first exit's {least:.3g} of the blocks"
+        raise UsageError(what, "Ask for more, or put the first junction lower.")

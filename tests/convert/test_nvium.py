@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from adapt_llm.convert import junction_training
+from adapt_llm.convert.export import export
 from adapt_llm.convert.nvium import build, plan
 from adapt_llm.convert.nvium_request import NviumSettings
 from adapt_llm.convert.rcla import build as build_rcla
@@ -182,6 +183,14 @@ def test_one_exit_from_scratch_is_a_plain_model(request_for) -> None:
     assert verify(path, reporter=SilentReporter(), self_check=self_check).problems == ()
 
 
+def test_what_other_programs_cannot_run_is_not_exported(made: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="adapter before the head"):
+        export(Bundle.open(made["all"]), "hf", tmp_path / "hf", reporter=SilentReporter())
+    assert not (tmp_path / "hf").exists()
+    folder = export(Bundle.open(made["routers"]), "hf", tmp_path / "hf", reporter=SilentReporter())
+    assert not (folder / "junctions.safetensors").exists()
+
+
 def test_weights_from_scratch_depend_on_the_seed_alone(request_for, empty: Path) -> None:
     first, again, other = (
         plan(request_for("drawn", "scratch", seed=seed), SilentReporter()).source.store for seed in (1, 1, 2)
@@ -280,7 +289,7 @@ def test_on_a_sharing_map_that_fits(request_for, tiny_llama: Path, text: Path, t
     path = convert(request_for("on-rcla", source=source, steps=5))
     assert [method.name for method in Bundle.open(path).manifest.methods] == ["rcla", "nvium"]
     assert verify(path, reporter=SilentReporter(), self_check=self_check).problems == ()
-    with pytest.raises(UnsupportedError, match="layer 2 reads the cache of layer 1, over the junction after block 1"):
+    with pytest.raises(UnsupportedError, match=r"Layer 2 reads .* of layer 1, from below the junction after layer 1"):
         plan(request_for("straddling", source=source, junctions=(1,)), SilentReporter())
 
 
@@ -296,6 +305,9 @@ def test_what_cannot_be_is_refused_before_any_work(request_for, tiny_llama: Path
     refuse("rise from 1", junctions=(2, 1))
     refuse("leaves nothing to train", exits=1)
     refuse("negative", beta=-0.1)
+    refuse("not finite", beta=math.inf)
+    refuse("first exit's 0.5", target_depth=0.4)
+    refuse("every token runs all blocks", "scratch", exits=1, target_depth=0.6)
     refuse("no share", target_depth=1.5)
     refuse("128 positions", sequence_length=129)
     refuse("does not go on top of it", error=UnsupportedError, source=made["routers"])
