@@ -3,6 +3,7 @@
 Knows which blocks the backbone has and where the junctions lie; blocks are read when a token first needs them.
 """
 
+from ..errors import FormatError
 from .bundle import Bundle
 from .classify_loading import document_blocks
 from .decoder import load_frame
@@ -14,17 +15,25 @@ from .methods import River
 from .nvium import Nvium
 from .options import SessionOptions
 
+_DAMAGED = "Convert the model again, or fetch the bundle again."
+
 
 def load_nvium(bundle: Bundle, settings: NviumSettings, options: SessionOptions) -> Nvium | Dense:
     """Make the model of an N-vium bundle; a bundle whose only exit is the model's own end is a dense one.
 
-    Raises UsageError for options of other methods, FormatError for damaged junctions or points outside the stack.
+    Raises UsageError for options of other methods, FormatError for damaged junctions, points outside the stack, or
+    4-bit blocks that are not there.
     """
     refuse_options(bundle, options, "N-vium")
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     arch = bundle.architecture
     river = bundle.manifest.method(River) if settings.blocks == "4bit" else None
+    if settings.blocks == "4bit" and river is None:
+        raise FormatError(f"{bundle.path} says that 4-bit blocks run, and has none", _DAMAGED)
+    if settings.junctions and settings.junctions[-1] >= arch.num_layers:
+        what = f"{bundle.path} has a junction after block {settings.junctions[-1]} of {arch.num_layers}"
+        raise FormatError(what, _DAMAGED)
     exits = None if river is None else (bundle.river, river)
     blocks = document_blocks(arch, bundle.backbone, exits, device=device, dtype=dtype)
     decoder = load_frame(arch, bundle.backbone, blocks, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from adapt_llm.errors import UsageError
+from adapt_llm.errors import FormatError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.decoder import Decoder
 from adapt_llm.runtime.dense import Dense
@@ -181,6 +181,15 @@ def test_options_of_another_method_are_refused_by_name(bundle: Path, built: Path
         SessionOptions(max_deferred=0)
 
 
+def test_a_price_below_zero_is_a_controllers() -> None:
+    def made(beta: float, target: float | None) -> Settings:
+        return Settings(junctions=POINTS, router_width=48, trained="routers", beta=beta, target_depth=target)
+
+    assert made(-0.1, 0.6).beta == -0.1
+    with pytest.raises(ValueError, match=r"beta -0\.1 is below 0"):
+        made(-0.1, None)
+
+
 @pytest.fixture
 def bundle(factory: ModuleType, tmp_path: Path) -> Path:
     """A folder with junctions after blocks 1 and 3, as conversion would leave it."""
@@ -252,6 +261,18 @@ def test_verify_says_what_is_wrong_with_junctions(bundle: Path, factory: ModuleT
         "junctions.2.router.head.bias is missing",
         "junctions.1.norm.weight has shape (3,), not (64,)",
     }
+
+
+@pytest.mark.parametrize(
+    ("points", "changes", "message"),
+    [((1, 4), {}, "a junction after block 4 of 4"), ((1, 3), {"blocks": "4bit"}, "4-bit blocks run, and has none")],
+)
+def test_settings_that_do_not_fit_the_bundle_are_refused(
+    bundle: Path, factory: ModuleType, points: tuple[int, ...], changes: dict, message: str
+) -> None:
+    sealed(bundle, factory, points, **changes)
+    with pytest.raises(FormatError, match=message):
+        load_model(Bundle.open(bundle), SessionOptions(dtype="fp32", device="cpu"))
 
 
 def test_a_single_exit_runs_as_the_dense_model(bundle: Path, factory: ModuleType) -> None:
