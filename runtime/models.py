@@ -3,12 +3,14 @@
 Knows the methods and their loaders; computes nothing.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import UsageError
 from .bundle import Bundle
 from .classify_loading import check_scores, document_reader, load_classifier
+from .decoder import Decoder
 from .dense import Dense
 from .exit_layers import LazyBlocks
 from .generate import Model
@@ -30,13 +32,21 @@ def load_model(bundle: Bundle, options: SessionOptions, reporter: Reporter | Non
 
     Raises UsageError for an option that the bundle's methods do not have, and what `load_river` raises.
     """
+    return load_beside_exact(bundle, options, reporter)[0]
+
+
+def load_beside_exact(
+    bundle: Bundle, options: SessionOptions, reporter: Reporter | None = None
+) -> tuple[Model, Decoder]:
+    """Return the model of `load_model`, and its decoder with the head as the bundle has it, to compare with."""
     reporter = reporter or SilentReporter()
     if not bundle.manifest.trained:
         reporter.warn(UNTRAINED)
     model = _load(bundle, options, reporter)
+    exact = copy.copy(model.decoder)
     if options.head_bits == 8:
         shrink_head(model.decoder, reporter)
-    return model
+    return model, exact
 
 
 def _load(

@@ -70,27 +70,32 @@ class Meter(Protocol):
         ...
 
 
-def meter_of(model: Model, bundle: Bundle) -> Meter:
-    """Return how a bundle's model is measured. Raises UsageError for one that cannot be."""
+def meter_of(model: Model, bundle: Bundle, exact: Decoder) -> Meter:
+    """Return how a bundle's model is measured; `exact` has the head of full depth, see `LadderMeter`.
+
+    Raises UsageError for a model that cannot be measured.
+    """
     if isinstance(model, LosslessRiver):
         raise UsageError("A lossless river says what the dense model says", "Leave out --lossless, or give --tau 1.")
     if isinstance(model, Nvium):
         return MixtureMeter(model)
     if isinstance(model, Dense | River):
-        return LadderMeter(model, shares=bundle.manifest.method(Rcla) is not None)
+        return LadderMeter(model, exact, shares=bundle.manifest.method(Rcla) is not None)
     raise UsageError(f"{bundle.path} cannot be measured on a text", "Measure it with --labels.")
 
 
 class LadderMeter:
     """Backbone and exit layers side by side, block by block: full depth and the bundle's rule in one passage.
 
-    `shares`: the cache is shared (R-CLA), and without the sharing the weights are no model.
+    `exact` is the model's decoder, where the model's own head is rounded with the one that it had. `shares`: the cache
+    is shared (R-CLA), and without the sharing the weights are no model.
     """
 
     exits: Sequence[int] = ()
 
-    def __init__(self, model: Dense | River, *, shares: bool = False) -> None:
+    def __init__(self, model: Dense | River, exact: Decoder, *, shares: bool = False) -> None:
         decoder = self._decoder = model.decoder
+        self._exact = exact
         self.layers, self.vocab = decoder.arch.num_layers, decoder.arch.vocab_size
         exits = model.exits if isinstance(model, River) else decoder.blocks
         self._ladder = Ladder(decoder.arch, decoder.blocks, exits)
@@ -107,7 +112,9 @@ class LadderMeter:
             push(tracks, step, self._ladder, layer)
         depths = torch.bincount(tracks[-1].depth.flatten().cpu() - 1, minlength=self.layers)
         hidden = [track.h[:, :-1].flatten(0, 1) for track in tracks]
-        return Reading(depths, len(hidden), lambda part, wanted: _score(decoder, hidden, part, wanted))
+        heads = [self._exact, decoder][-len(hidden) :]
+        sides = list(zip(heads, hidden, strict=True))
+        return Reading(depths, len(hidden), lambda part, wanted: _score(sides, part, wanted))
 
 
 def _ways(model: Dense | River, *, shares: bool) -> list[ExitPolicy | Route]:
@@ -118,14 +125,16 @@ def _ways(model: Dense | River, *, shares: bool) -> list[ExitPolicy | Route]:
     return [FixedExit(count), model.route] if model.deepest == count else [model.route]
 
 
-def _score(decoder: Decoder, hidden: Sequence[Tensor], part: slice, wanted: Tensor) -> RowScores:
-    logs = [decoder.logits(h[part]).log_softmax(-1) for h in hidden]
-    return row_scores(logs[-1], logs[0] if len(logs) > 1 else None, wanted.to(hidden[0].device))
+def _score(sides: Sequence[tuple[Decoder, Tensor]], part: slice, wanted: Tensor) -> RowScores:
+    """The model's own side last; before it that of full depth, where there is one."""
+    logs = [decoder.logits(h[part]).log_softmax(-1) for decoder, h in sides]
+    return row_scores(logs[-1], logs[0] if len(logs) > 1 else None, wanted.to(logs[0].device))
 
 
 class MixtureMeter:
     """A mixture of exits (N-vium): its likelihood, that of each exit alone, and the last one as full depth.
 
+    All have one head: one that is rounded (`head_bits`) is full depth's too.
     Depths are expected ones: a token counts at every exit with the weight that the mixture gives it.
     """
 

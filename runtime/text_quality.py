@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, UsageError
+from ..errors import AdaptError, FormatError, UsageError
 from .bundle import Bundle
-from .models import load_model
+from .models import load_beside_exact
 from .options import SessionOptions
 from .progress import Reporter
 from .quality import LOGIT_BYTES
@@ -23,6 +23,7 @@ from .text_meters import Meter, Reading, meter_of
 SEQUENCE = 1024
 """Tokens of a sequence unless `ctx_size` says otherwise."""
 TOKENS_AT_ONCE = 8192
+_MOST = 700.0  # nats a token: e to that is still a number
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,10 @@ def text_quality(
 ) -> TextQuality:
     """Measure a bundle on a text, or on its first `limit` tokens.
 
-    Raises UsageError for a text of less than two tokens or a sequence longer than the model's positions, and what
-    `load_model` raises.
+    Full depth has the head as the bundle has it, also where the model's own is rounded (`head_bits`).
+
+    Raises UsageError for a text of less than two tokens or a sequence longer than the model's positions, AdaptError for
+    broken logits, and what `load_model` raises.
     """
     tokenizer = Tokenizer.load(bundle.path)
     arch = bundle.architecture
@@ -94,7 +97,8 @@ def text_quality(
         raise UsageError("The text has less than two tokens", "Give a longer one.")
     if max(ids) >= arch.vocab_size:
         raise FormatError(f"the tokenizer knows token {max(ids)}, the model only {arch.vocab_size}")
-    sums = Sums(meter_of(load_model(bundle, options, reporter), bundle), positions=length)
+    model, exact = load_beside_exact(bundle, options, reporter)
+    sums = Sums(meter_of(model, bundle, exact), positions=length)
     with reporter.task("Measure the quality", len(ids)) as task:
         for rows in windows(ids, length, bos):
             sums.add(rows)
@@ -114,6 +118,15 @@ def windows(ids: Sequence[int], length: int, bos: int | None) -> Iterator[Tensor
     rest = [*start, *ids[whole * own :]]
     if len(rest) > 1:
         yield torch.tensor([rest])
+
+
+def _perplexity(nll: float) -> float:
+    if not nll < _MOST:  # NaN too
+        raise AdaptError(
+            f"The model gives a token {nll} nats on average, so it has no perplexity",
+            "Try --dtype fp32; if that helps, the weights overflow in the narrower type.",
+        )
+    return math.exp(nll)
 
 
 class Sums:
@@ -151,22 +164,22 @@ class Sums:
             self._exits += found.exits.cpu()
 
     def result(self) -> TextQuality:
-        """The figures."""
+        """The figures. Raises AdaptError where the model's logits are broken."""
         count, depths = int(self._counts.sum()), self._depths
         own, dense = (self._nll.sum(1) / count).tolist()
         layers, compares = torch.arange(1, len(depths) + 1), self._meter.compares
         whole = bool((depths == depths.round()).all())
         return TextQuality(
             tokens=count,
-            perplexity=math.exp(own),
-            dense_perplexity=math.exp(dense) if compares else None,
+            perplexity=_perplexity(own),
+            dense_perplexity=_perplexity(dense) if compares else None,
             kl=max(0.0, self._kl / count) if compares else None,
             agreement=self._same / count if compares else None,
             mean_depth=float((depths * layers).sum() / depths.sum()),
             exit_histogram=[int(n) if whole else round(n, 3) for n in depths.tolist()],
             by_position=list(self._positions()),
             exits=[
-                ExitQuality(depth, mass / count, math.exp(nll / count))
+                ExitQuality(depth, mass / count, _perplexity(nll / count))
                 for depth, (mass, nll) in zip(self._meter.exits, self._exits.T.tolist(), strict=True)
             ]
             or None,

@@ -17,6 +17,7 @@ from adapt_llm.convert.request import ConvertRequest
 from adapt_llm.convert.river import build, plan
 from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.errors import UsageError
+from adapt_llm.quant.kernels import native8
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.loading import load_river
@@ -65,6 +66,15 @@ def test_every_token_is_predicted_once(count: int, length: int, bos: int | None)
         assert [index for row in rows for index in row] == ids[: count - (count % length == 1)]
 
 
+@pytest.mark.skipif(not native8.available(), reason="no 8-bit product here")
+def test_full_depth_keeps_its_head_beside_a_rounded_one(river: Bundle) -> None:
+    sixteen, eight = (measure(river, limit=80, tau=1.0, dtype="bf16", head_bits=bits) for bits in (16, 8))
+    assert (sixteen.kl, sixteen.perplexity) == (0.0, sixteen.dense_perplexity)
+    assert eight.dense_perplexity == sixteen.dense_perplexity
+    assert eight.perplexity != sixteen.perplexity
+    assert eight.kl > 0
+
+
 def test_figures_are_those_of_transformers_and_of_the_river(river: Bundle, tiny_llama: Path) -> None:
     found = measure(river)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
@@ -92,6 +102,17 @@ def test_figures_are_those_of_transformers_and_of_the_river(river: Bundle, tiny_
     assert found.mean_depth == pytest.approx(sums["depth"] / len(ids))
     assert 1 < found.mean_depth < 4, "some tokens leave early, some late"
     assert sum(found.exit_histogram) == len(ids)
+
+
+def test_the_first_token_of_each_sequence_stays(river: Bundle) -> None:
+    """Leaving at once, what the first token predicts is the dense model's, and it alone runs all resident blocks."""
+    tokens = len(Tokenizer.load(river.path).encode(TEXT))
+    sequences = -(-tokens // LENGTH)
+    found = measure(river, tau=-1.0)
+    assert found.exit_histogram == [tokens - sequences, 0, 0, sequences]
+    first = found.by_position[0]
+    assert first.perplexity == pytest.approx(first.dense_perplexity, rel=1e-4)
+    assert measure(river, tau=-1.0, resident=2).exit_histogram == [tokens - sequences, sequences, 0, 0]
 
 
 def test_positions_cover_all_tokens(river: Bundle) -> None:

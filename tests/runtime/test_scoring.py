@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapt_llm.errors import UnsupportedError, UsageError
+from adapt_llm.errors import AdaptError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.models import load_model
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.scoring import Passage, Score, Scorer, full_depth, reader_of
-from adapt_llm.runtime.text_meters import MixtureMeter
+from adapt_llm.runtime.text_meters import MixtureMeter, Reading, RowScores
 from adapt_llm.runtime.text_quality import Sums
 
 VOCAB, LAYERS = 128, 4
@@ -136,6 +136,21 @@ def nvium_models() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("nll", [float("nan"), float("inf"), 1e4])
+def test_broken_logits_are_no_figure(nll: float) -> None:
+    class Broken:
+        layers, vocab, compares, exits = LAYERS, VOCAB, False, ()
+
+        def read(self, ids: torch.Tensor) -> Reading:
+            depths = torch.tensor([0, 0, 0, ids.numel()])
+            return Reading(depths, 1, lambda _, wanted: RowScores(torch.full(wanted.shape, nll).double(), None))
+
+    sums = Sums(Broken(), positions=4)
+    sums.add(torch.tensor([[1, 2, 3, 4]]))
+    with pytest.raises(AdaptError, match="no perplexity"):
+        sums.result()
 
 
 POINTS = (1, 3)
