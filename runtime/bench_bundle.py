@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ..errors import UsageError
+from ..quant.int8 import Int8Linear
 from .architecture import architecture_of
 from .bench import Contender
 from .bench_lanes import PASSAGE, Prompt, lane, make_rows
@@ -104,6 +105,14 @@ class Field:
         return () if "dense" in self.names else (NO_TWIN,)
 
     @property
+    def head_bits(self) -> dict[str, int]:
+        """The bits of the method's head where 8 were asked for: a head that cannot be rounded stays in 16."""
+        if self.options.session.head_bits == 16:
+            return {}
+        decoder = getattr(self.model("method"), "decoder", None)
+        return {"head_bits": 8 if isinstance(decoder, Decoder) and isinstance(decoder.head, Int8Linear) else 16}
+
+    @property
     def _has_twin(self) -> bool:
         manifest = self.bundle.manifest
         return manifest.method(Rcla) is None or manifest.method(RiverSettings) is not None
@@ -151,8 +160,11 @@ class Field:
     def _transformers(self, prompt: Prompt) -> Contender:
         from .bench_transformers import open_transformers  # noqa: PLC0415 - only where asked for
 
-        folder = self.options.dense or self.bundle.backbone_folder
-        return open_transformers(folder, prompt, self.options.session)
+        dense, session = self.options.dense, self.options.session
+        if dense is not None and not (dense / MANIFEST_NAME).is_file():
+            return open_transformers(dense, prompt, session)
+        bundle = self.bundle if dense is None else Bundle.open(dense, cache_dir=session.cache_dir)
+        return open_transformers(bundle.backbone_folder, prompt, session)
 
 
 def open_dense(path: Path, options: SessionOptions, *, vocabulary: int) -> Dense:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..errors import AdaptError
 from . import bench_memory
 from .bandwidth import MemoryReader
 from .bench import Reader, Trial, race
@@ -30,8 +31,8 @@ def bench(
 ) -> dict[str, Any]:
     """Measure everything that `options` ask for. `memory`: also the peak of each contender, in a process of its own.
 
-    Figures at the top are those of the first context and the first number of rows. Raises what `Field` raises, and
-    AdaptError where a process for memory failed.
+    Figures at the top are those of the first context and the first number of rows. A process for memory that fails
+    costs that figure only, with a warning. Raises what `Field` raises.
     """
     reporter = reporter or SilentReporter()
     threads = set_threads(options.session.threads)
@@ -47,7 +48,7 @@ def bench(
         "base": field.bundle.manifest.base.id,
         "methods": [method.name for method in field.bundle.manifest.methods],
         "layers": field.bundle.architecture.num_layers,
-        "settings": _settings(options, threads),
+        "settings": {**_settings(options, threads), **field.head_bits},
         **_top(trials[0]),
         "trials": trials,
         "notes": list(field.notes),
@@ -87,7 +88,10 @@ def _peaks(path: Path, field: Field, measure: MeasureMemory, reporter: Reporter)
     found: dict[Name, int] = {}
     with reporter.task("Memory", len(field.names)) as task:
         for name in field.names:
-            found[name] = measure(path, field.options, name)
+            try:
+                found[name] = measure(path, field.options, name)
+            except AdaptError as error:  # the race is over: its figures are not to be lost
+                reporter.warn(str(error))
             task.advance()
     return found
 
@@ -122,5 +126,5 @@ def _settings(options: BenchOptions, threads: int) -> dict[str, Any]:
         "rounds": options.rounds,
         "temperature": options.sampling.temperature,
         "seed": options.sampling.seed,
-        "dense_model": None if options.dense is None else options.dense.name,
+        "dense_model": None if options.dense is None else options.dense.resolve().name,
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import AdaptError
+from ..errors import AdaptError, UnsupportedError
 from .bench import Lap
 from .loading import resolve_device, resolve_dtype
 from .options import SessionOptions
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_transformers(folder: Path, prompt: "Prompt", options: SessionOptions) -> "TransformersLane":
-    """Load the model of a folder, no remote code. Raises AdaptError where transformers is not installed."""
+    """Load the model of a folder, no remote code. Raises AdaptError where transformers is missing or refuses."""
     if importlib.util.find_spec("transformers") is None:
         raise AdaptError("--against transformers needs transformers", "Install it: pip install transformers")
     import transformers  # noqa: PLC0415 - takes seconds
@@ -31,9 +31,13 @@ def open_transformers(folder: Path, prompt: "Prompt", options: SessionOptions) -
     dtype = resolve_dtype(options.dtype, device)
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
-    model = library.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        model = library.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:  # it has no errors of its own
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(f"transformers cannot load {folder}: {reason}", "Leave --against out.") from error
     return TransformersLane(model.to(device).eval(), lambda: library.DynamicCache(config=model.config), prompt)
 
 

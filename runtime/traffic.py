@@ -84,7 +84,7 @@ class MixtureTraffic(Traffic):
 def traffic_of(model: Model) -> Traffic | None:
     """What passes of `model` read; None where the depths of tokens do not tell (drafts, blocks that are streamed)."""
     match model:
-        case River(decoder=Decoder(blocks=StreamedBlocks())):
+        case River(decoder=Decoder(blocks=StreamedBlocks())) | Dense(decoder=Decoder(blocks=StreamedBlocks())):
             return None
         case River():
             return Traffic(model.decoder, model.exits)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from adapt_llm.errors import AdaptError, UsageError
+from adapt_llm.errors import AdaptError, UnsupportedError, UsageError
 from adapt_llm.quant.kernels import native8
 from adapt_llm.quant.linear import DenseLinear
 from adapt_llm.runtime import bench_memory
@@ -218,6 +218,27 @@ def test_a_process_that_fails_says_why(river: Path, monkeypatch: pytest.MonkeyPa
         bench_memory.measure(river, BenchOptions(), "dense")
 
 
+def test_figures_are_not_lost_where_memory_cannot_be_measured(river: Path) -> None:
+    def measure(_path: Path, _options: BenchOptions, name: str) -> int:
+        if name == "dense":
+            raise AdaptError("memory of dense could not be measured")
+        return 7
+
+    said: list[str] = []
+    reporter = SilentReporter()
+    reporter.warn = said.append
+    options = BenchOptions(contexts=(8,), tokens=1, rounds=1, text=TEXT)
+    found = bench(river, options, reader=Fast(), measure=measure, reporter=reporter)
+    assert (found["dense"]["peak_memory_bytes"], found["method"]["peak_memory_bytes"]) == (None, 7)
+    assert said == ["memory of dense could not be measured"]
+
+
+def test_transformers_refuses_in_one_line(river: Path, tmp_path: Path) -> None:
+    field = Field(river, BenchOptions(contexts=(16,), transformers=True, dense=tmp_path))
+    with pytest.raises(UnsupportedError, match="transformers cannot load"):
+        field.contender("transformers", 16, 1)
+
+
 def test_transformers_on_the_same_files(river: Path) -> None:
     lane = Field(river, BenchOptions(contexts=(16,), tokens=3, transformers=True)).contender("transformers", 16, 1)
     first, again = lane.lap(afresh=True), lane.lap(afresh=False)
@@ -246,5 +267,7 @@ def test_a_head_that_stays_says_why(river: Path) -> None:
     model: Any = Field(river, BenchOptions(session=SessionOptions(head_bits=8, dtype="fp32")), reporter).model("method")
     assert isinstance(model.decoder.head, DenseLinear)
     assert any("stays in 16 bits" in text for text in said)
+    found = measured(river, tokens=1, rounds=1, session=SessionOptions(head_bits=8, dtype="fp32"))
+    assert found["settings"]["head_bits"] == 16  # what ran, not what was asked for
     with pytest.raises(UsageError, match="lossless"):
         SessionOptions(head_bits=8, lossless=True)

@@ -1,5 +1,6 @@
 """What a decode pass must read, and how fast this machine reads."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import torch
 
 from adapt_llm.runtime.bandwidth import MemoryReader
 from adapt_llm.runtime.bundle import Bundle
+from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.junctions import Junctions, junction_tensors
 from adapt_llm.runtime.models import load_model
 from adapt_llm.runtime.nvium import Nvium
+from adapt_llm.runtime.offload import StreamedBlocks
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.traffic import Traffic, block_bytes, traffic_of
 
@@ -31,6 +34,14 @@ def test_passes_read_each_weight_once(built: Path) -> None:
     assert traffic.weights([1]) == dense + 3 * packed + head
     assert traffic.weights([1, 4, 2]) == 4 * dense + 3 * packed + head
     assert traffic.keys_values(10) == 10 * arch.kv_bytes(2)
+
+
+def test_blocks_that_are_streamed_have_no_such_sum(tiny_model: Callable[[str], Any]) -> None:
+    decoder = copy.copy(tiny_model("llama").decoder)
+    assert traffic_of(Dense(decoder)) is not None
+    blocks = decoder.blocks
+    decoder.blocks = StreamedBlocks(blocks[:1], len(blocks), lambda index: blocks[index], torch.device("cpu"))
+    assert traffic_of(Dense(decoder)) is None
 
 
 def test_shared_keys_are_read_once_and_windows_end_them(tiny_model: Callable[[str], Any]) -> None:
