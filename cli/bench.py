@@ -10,7 +10,7 @@ from ..errors import UsageError
 from . import bench_generation, bench_labels, services
 from .bench_generation import Racing
 from .bench_labels import RowsToTime
-from .classification import MaxDrop, Threshold, comparison, refuse
+from .classification import OPENING, MaxDrop, Threshold, comparison, refuse
 from .console import make_reporter
 from .groups import Group
 from .options import OUTPUT, ROWS, SAMPLING, Force, Json, opening
@@ -27,7 +27,7 @@ EXAMPLES = """\
 
 _GENERATION = (
     *("context", "max_tokens", "temperature", "top_p", "top_k", "seed", "rounds", "dense", "against", "floor", "text"),
-    *("memory", "head_bits", "tau", "resident", "offload", "prefill", "gpu_memory"),
+    *("memory", *OPENING),
 )
 _ROWS = ("field", "limit", "threshold", "max_drop")
 _UNUSED = ("ctx_size", "chat_template")

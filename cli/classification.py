@@ -15,11 +15,15 @@ from .options import ROWS, TWODEE
 if TYPE_CHECKING:
     from ..runtime.methods import Decision, FixedLayer, Thresholds, TwoDee
 
+OPENING = (
+    *("ctx_size", "gpu_memory", "resident", "offload", "tau", "prefill", "chat_template", "head_bits"),
+    *("lossless", "draft", "per_exit_truncation", "piggyback", "max_deferred"),
+)
+"""Parameters of opening a bundle that mean nothing to one that classifies."""
 GENERATION = (
     *("max_tokens", "temperature", "greedy", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
     *("stop", "stop_token_id", "ignore_eos", "system", "raw", "no_stream"),
-    *("ctx_size", "gpu_memory", "resident", "offload", "tau", "prefill", "chat_template", "head_bits"),
-    *("per_exit_truncation", "piggyback", "max_deferred"),
+    *OPENING,
 )
 """Parameters of commands that mean nothing to a bundle that classifies."""
 CLASSIFICATION = ("threshold", "max_drop", "full", "one_d")

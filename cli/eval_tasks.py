@@ -17,6 +17,9 @@ EXAMPLES = """\
   adapt eval qwen-river --tasks my_task --include-path ./tasks --num-fewshot 5 --json
 """
 
+MOST_SEED = 2**32 - 1
+"""The harness seeds NumPy too, which takes no larger one."""
+
 
 @dataclass(frozen=True)
 class TasksRequest:
@@ -36,6 +39,8 @@ class TasksRequest:
         """Raise UsageError for what can be known to fail before a model is loaded."""
         if self.include is not None and not self.include.is_dir():
             raise UsageError(f"{self.include} is no folder", "--include-path takes the folder of your tasks")
+        if self.seed is not None and not 0 <= self.seed <= MOST_SEED:
+            raise UsageError(f"--seed {self.seed} is not a seed of tasks", f"Give a number from 0 to {MOST_SEED}")
 
 
 def evaluate_tasks(

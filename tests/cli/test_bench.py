@@ -200,6 +200,8 @@ def test_rows_as_a_table_and_a_picture(classify: Invoke, reviews: Path, tmp_path
     [
         ([], "nothing to classify"),
         (["-i", "ROWS", "--context", "64"], "bundles that generate"),
+        (["-i", "ROWS", "--draft", "3"], "bundles that generate"),
+        (["-i", "ROWS", "--no-piggyback"], "bundles that generate"),
         (["-i", "ROWS", "--batch-size", "1,2"], "one number"),
         (["-i", "none.jsonl"], "no such file"),
     ],

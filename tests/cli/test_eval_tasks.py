@@ -252,6 +252,7 @@ def test_page(adapt: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--tasks", ","], "--tasks names no task. For example --tasks arc_easy,hellaswag"),
         (["--tasks", "t", "--include-path", "no"], "no is no folder. --include-path takes the folder of your tasks"),
+        (["--tasks", "t", "--seed", "-1"], "--seed -1 is not a seed of tasks. Give a number from 0 to 4294967295"),
         (["--tasks", "t", "--limit-tokens", "5"], "--limit-tokens is for --text. Leave it out"),
         (["--tasks", "t", "--temperature", "1"], "--temperature is for --prompts. Leave it out"),
         (["--text", "t", "--num-fewshot", "1"], "--num-fewshot is for --tasks. Leave it out"),
