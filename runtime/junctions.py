@@ -55,8 +55,12 @@ class Router:
 
     def __call__(self, x: Tensor) -> Tensor:
         """From normalised x [..., hidden] to s_exit - s_continue [...], float32; its sigmoid is r_k."""
-        weight, bias = self._subtract() if self._trained else self._difference
-        return self._norm(self._outer(gelu(self._inner(x))).float()) @ weight + bias
+        u = self._norm(self._outer(gelu(self._inner(x))).float())
+        if not self._trained:
+            weight, bias = self._difference
+            return u @ weight + bias
+        weight, bias = self._subtract()
+        return (u * weight).sum(-1) + bias  # autocast would round a product's factors
 
     def shifted(self, bias: float) -> "Router":
         """The same with `bias` added to every score: above 0, tokens leave sooner."""

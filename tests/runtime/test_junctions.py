@@ -111,6 +111,21 @@ def stored(tmp_path: Path):
     return load
 
 
+def test_autocast_does_not_round_what_decides() -> None:
+    """A zero product before the norm leaves the bias: whatever differs then is the norm's and the head's."""
+    tensors = start(ARCH, (1,), torch.ones(64), 0)
+    tensors["junctions.1.router.outer.weight"].zero_()
+    tensors["junctions.1.router.outer.bias"] += torch.linspace(-1, 1, 64).bfloat16()
+    found = []
+    for trained in (False, True):
+        held = {name: tensor.clone().requires_grad_(trained) for name, tensor in tensors.items()}
+        router = Junctions.of(ARCH, (1,), held)[0].router
+        with torch.autocast("cpu", torch.bfloat16, enabled=trained):
+            found.append(router(torch.ones(2, 64)).detach())
+    assert found[1].dtype is torch.float32
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-6)
+
+
 def test_reading_keeps_in_float32_what_decides(stored) -> None:
     x, score = stored()[0].read(torch.randn(1, 1, 64).bfloat16())
     assert x.dtype is torch.bfloat16
