@@ -1,6 +1,9 @@
 """Exit histogram and quality of a bundle at several thresholds, on a text. Makes a table of docs/benchmarks.md.
 
-python tests/bench/exits.py BUNDLE --text wiki.utf8 [--sequences 8] [--taus 0.5,0.8,0.9,0.95,0.98]
+python tests/bench/exits.py BUNDLE --text wiki.utf8 [--sequences 8] [--length 512] [--taus 0.5,0.8,0.9,0.95,0.98]
+    [--held 1]
+
+--held N: so many tokens at the beginning of a sequence never leave; 0 is the paper's rule.
 """
 
 import argparse
@@ -12,6 +15,7 @@ from adapt_llm.convert.calibration import SEQUENCE
 from adapt_llm.convert.judge import Files, judge
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.decoder import load_frame
+from adapt_llm.runtime.exits import HELD
 from adapt_llm.runtime.methods import River
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.quality import Quality
@@ -23,11 +27,13 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--length", type=int, default=SEQUENCE)
     parser.add_argument("--taus", default="0.5,0.8,0.9,0.95,0.98")
+    parser.add_argument("--held", type=int, default=HELD)
     arguments = parser.parse_args()
     bundle = Bundle.open(arguments.bundle)
     ids = Tokenizer.load(arguments.bundle).encode(arguments.text.read_text(encoding="utf-8"), add_special_tokens=False)
-    ids = torch.tensor(ids)[: arguments.sequences * SEQUENCE].view(-1, SEQUENCE)
+    ids = torch.tensor(ids)[: arguments.sequences * arguments.length].view(-1, arguments.length)
     frame = load_frame(bundle.architecture, bundle.backbone, (), device="cpu", dtype=torch.bfloat16)
     settings = bundle.manifest.method(River)
     verdict = judge(
@@ -37,8 +43,9 @@ def main() -> None:
         resident=None,
         taus=[float(tau) for tau in arguments.taus.split(",")],
         reporter=SilentReporter(),
+        held=arguments.held,
     )
-    print(f"{arguments.bundle.name}: {ids.numel()} tokens of {arguments.text.name}\n")
+    print(f"{arguments.bundle.name}: {ids.numel()} tokens of {arguments.text.name}, {arguments.held} of each held\n")
     print("| τ | perplexity | KL | same next token | mean depth | tokens leaving after block: share |")
     print("|---|--:|--:|--:|--:|---|")
     print(row("dense", verdict.dense))

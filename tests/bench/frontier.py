@@ -1,16 +1,18 @@
 """Speed against KL of every kind of exit rule, on a text that no rule was made on: a table and a picture.
 
 python tests/bench/frontier.py BUNDLE --made-on wiki.utf8 --text c4.utf8 --plot frontier.png
-    [--tokens 512] [--held-out 2048] [--block-ms DENSE,RIVER,REST] [--lossless X] [--threads 2]
+    [--tokens 512] [--held-out 2048] [--held 1] [--block-ms DENSE,RIVER,REST] [--lossless X] [--threads 2]
 
 The paper's rule with one threshold, a threshold by block, blocks that stay dense (chosen by their measured sensitivity,
 and for comparison the last ones), all 4-bit, dense, and lossless River. Speeds follow from the blocks that tokens run
 and what a block takes here, or as given; --lossless is the speed of that mode over dense, measured where not given.
+--held N: so many tokens at the beginning of a sequence never leave, whatever the rule; 0 is the paper.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.decoder import load_frame
 from adapt_llm.runtime.exit_quality import Files, measure, measure_errors
 from adapt_llm.runtime.exit_rules import sizes
+from adapt_llm.runtime.exits import HELD
 from adapt_llm.runtime.loading import load_river, river_route
 from adapt_llm.runtime.lossless import LosslessRiver
 from adapt_llm.runtime.methods import River
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--held-out", type=int, default=2048)
+    parser.add_argument("--held", type=int, default=HELD)
     parser.add_argument("--block-ms")
     parser.add_argument("--lossless", type=float)
     parser.add_argument("--threads", type=int, default=1)
@@ -64,9 +68,9 @@ def main() -> None:
     lossless = arguments.lossless or speed.lossless_speedup(count)
     frame = load_frame(bundle.architecture, bundle.backbone, (), device="cpu", dtype=torch.bfloat16)
     files = Files(frame, bundle.backbone, bundle.river)
-    errors = measure_errors(files, made_on, settings.entry_layer, SilentReporter())
+    errors = measure_errors(files, made_on, settings.entry_layer, SilentReporter(), held=arguments.held)
     rules = [*candidates(errors, settings.entry_layer), *last(count, settings.entry_layer)]
-    routes = [river_route(rule.under(settings), count) for rule in rules]
+    routes = [replace(river_route(rule.under(settings), count), held=arguments.held) for rule in rules]
     found = measure(files, held_out, routes, SilentReporter())
     rows = [
         {

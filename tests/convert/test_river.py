@@ -105,7 +105,7 @@ def test_the_manifest_says_what_was_measured(request_for) -> None:
     assert [point.tau for point in river.tau_curve] == [0.5, 0.8, 0.9, 0.95, 0.98]
     assert river.max_loss == 10.0
     assert quality.dense_perplexity > 1
-    assert quality.all_4bit["mean_depth"] == 1
+    assert 1 < quality.all_4bit["mean_depth"] < 1.05, "all but the first token of each sequence"
     assert 1 <= quality.mean_depth <= LAYERS
     assert sum(quality.exit_histogram) == quality.tokens
     assert verify(path, reporter=SilentReporter()).ok
@@ -141,6 +141,9 @@ def test_the_self_check_tells_damage_from_rounding(request_for) -> None:
     assert recorded is not None
     model = load_river(bundle, SessionOptions(device="cpu"))
     assert not compare(recorded, run_river_check(model, tokenizer))
+    for held in (0, 3):  # as recorded before tokens were held: the check asks the paper's rule
+        other = River(model.decoder, model.exits, model.policy, held=held)
+        assert run_river_check(other, tokenizer) == run_river_check(model, tokenizer)
     model.decoder.blocks[0].down.weight = model.decoder.blocks[0].down.weight.roll(1, 0)
     assert compare(recorded, run_river_check(model, tokenizer))
 

@@ -46,13 +46,13 @@ def rounded(weight: torch.Tensor) -> Int4Matrix:
 
 
 def river(model) -> River:
-    """A river whose tokens leave at different depths."""
+    """A river whose tokens leave at different depths, but for the first of each text."""
     arch = model.arch
     exits = [
         exit_block(arch, model.store, i, {n: rounded(model.store.read(n)) for n in arch.block_matrices(i)}, **CPU)
         for i in range(arch.num_layers)
     ]
-    return River(model.decoder, exits, CosineExit.uniform(0.8, arch.num_layers))
+    return River(model.decoder, exits, CosineExit.uniform(0.8, arch.num_layers), held=1)
 
 
 def request(ids: Sequence[int], row: int = 0, *, tokens: int = 20, temperature: float = 0.0, stop: int = -1) -> Request:

@@ -10,7 +10,7 @@ from adapt_llm.quant.layout import Int4Matrix, round_scale
 from adapt_llm.runtime.block import Block
 from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.exit_layers import LazyBlocks, exit_block
-from adapt_llm.runtime.exits import CosineExit, FixedExit
+from adapt_llm.runtime.exits import CosineExit, FixedExit, Route
 from adapt_llm.runtime.offload import StreamedBlocks
 from adapt_llm.runtime.quality import Track, push, score
 from adapt_llm.runtime.river import River
@@ -126,32 +126,36 @@ def mixed_policy(model: Tiny, ids: torch.Tensor) -> CosineExit:
     return CosineExit(tuple(thresholds))
 
 
+@pytest.mark.parametrize("held", [0, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_all_tokens_at_once_leave_where_they_leave_one_by_one(name: str, tinies, tiny: ModuleType) -> None:
+def test_all_tokens_at_once_leave_where_they_leave_one_by_one(name: str, held: int, tinies, tiny: ModuleType) -> None:
     model, ids = tinies(name), tiny.random_ids(1, LENGTH)
-    river = model.river(mixed_policy(model, ids))
+    river = model.river(mixed_policy(model, ids), held=held)
     logits, depths = by_token(river, ids)
     with torch.inference_mode():
         h, together = river.climb_rows(river.decoder.embed(ids), river.decoder.step(None, ids), PassStore(model.arch))
         at_once = river.decoder.logits(h)
     assert len(set(depths)) > 1, "the policy does not mix"
     assert together[0].tolist() == depths
+    assert depths[:held] == [model.arch.num_layers] * held
     torch.testing.assert_close(at_once, logits, **TOLERANCE)
 
 
+@pytest.mark.parametrize("held", [0, 1])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
-def test_block_by_block_quality_is_that_of_the_running_model(name: str, tinies, tiny: ModuleType) -> None:
+def test_block_by_block_quality_is_that_of_the_running_model(name: str, held: int, tinies, tiny: ModuleType) -> None:
     model, ids = tinies(name), tiny.random_ids(2, LENGTH)
     count, decoder = model.arch.num_layers, model.model.decoder
     policy = mixed_policy(model, ids)
     with torch.inference_mode():
         start = decoder.embed(ids)
-        tracks = [Track.start(rule, start) for rule in (FixedExit(count), policy, FixedExit(1), FixedExit(1))]
+        ways = (FixedExit(count), Route(policy, held=held), FixedExit(1), FixedExit(1))
+        tracks = [Track.start(way, start) for way in ways]
         step = decoder.step(None, ids[:1])
         for layer in range(1, count + 1):
             push(tracks, step, Ladder(model.arch, decoder.blocks, model.exits), layer)
         dense, mixed, floor, twin = score(tracks, ids, decoder.logits, count)
-    rows = [by_token(model.river(policy), row[None]) for row in ids]
+    rows = [by_token(model.river(policy, held=held), row[None]) for row in ids]
     logits, depths = torch.cat([row[0] for row in rows]), [depth for row in rows for depth in row[1]]
     nll = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     log_dense = model.model.expected(ids)[:, :-1].log_softmax(-1)
@@ -226,10 +230,110 @@ def test_streamed_blocks_are_the_blocks(tinies, tiny: ModuleType) -> None:
     assert fetched == [*range(1, len(blocks))] * 5, "each block travels once a token, and only when needed"
 
 
-def test_dense_prefill_ignores_the_rule(tinies, tiny: ModuleType) -> None:
+@pytest.mark.parametrize("held", [0, 1])
+def test_dense_prefill_ignores_the_rule(held: int, tinies, tiny: ModuleType) -> None:
+    """The prompt of a later turn, too."""
     model, ids = tinies("qwen2"), tiny.random_ids(1, LENGTH)
-    river = model.river(FixedExit(1), dense_prefill=True)
+    river = model.river(FixedExit(1), dense_prefill=True, held=held)
     with torch.inference_mode():
+        cache, expected = river.new_cache(1, LENGTH), model.model.expected(ids)
+        for part in (slice(0, 9), slice(9, LENGTH)):
+            out = river.prefill(ids[:, part], cache)
+            assert out.depth == model.arch.num_layers
+            torch.testing.assert_close(out.logits, expected[:, part.stop - 1], **TOLERANCE)
+        short = model.river(FixedExit(1), dense_prefill=True, held=held, resident=2)
+        out = short.prefill(ids, short.new_cache(1, LENGTH))
+    assert out.depth == 2, "as deep as blocks are resident"
+    torch.testing.assert_close(out.logits, model.oracle(ids, 2)[:, -1], **TOLERANCE)
+
+
+# -- the first tokens of a sequence stay -----------------------------------------------------------------------------
+
+
+def staying(model: Tiny, ids: torch.Tensor, held: int) -> torch.Tensor:
+    """Logits [1, S, V] where the first `held` tokens go through a dense river, and the others leave after block 1."""
+    dense, paper = model.river(FixedExit(model.arch.num_layers)), model.river(FixedExit(1))
+    cache = dense.new_cache(1, ids.shape[1])
+    with torch.inference_mode():
+        parts = [
+            (dense if at < held else paper).decode(ids[:, at : at + 1], cache).logits for at in range(ids.shape[1])
+        ]
+    return torch.stack(parts, 1)
+
+
+@pytest.mark.parametrize("held", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_held_tokens_take_the_backbone_and_others_the_river(name: str, held: int, tinies, tiny: ModuleType) -> None:
+    model, ids = tinies(name), tiny.random_ids(1, LENGTH)
+    expected, river = staying(model, ids, held), model.river(FixedExit(1), held=held)
+    logits, depths = by_token(river, ids)
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert depths == [model.arch.num_layers] * held + [1] * (LENGTH - held)
+    paper, _ = by_token(model.river(FixedExit(1)), ids)
+    assert not torch.allclose(paper[:, held], logits[:, held], **TOLERANCE), "later tokens hear the difference"
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 3), (9,), (9, 12)])
+def test_a_prompt_that_leaves_holds_its_first_tokens(cuts: tuple[int, ...], tinies, tiny: ModuleType) -> None:
+    """The paper's rule for prompts, in one turn or several: later turns hold nothing, as their positions are later."""
+    model, ids = tinies("llama"), tiny.random_ids(1, LENGTH)
+    expected, river = staying(model, ids, 2), model.river(FixedExit(1), held=2)
+    cache = river.new_cache(1, LENGTH)
+    with torch.inference_mode():
+        for first, last in zip((0, *cuts), (*cuts, LENGTH), strict=True):
+            out = river.prefill(ids[:, first:last], cache)
+            torch.testing.assert_close(out.logits, expected[:, last - 1], **TOLERANCE)
+            assert out.depth == (1 if last > 2 else model.arch.num_layers)
+
+
+def test_a_later_turn_after_going_back_holds_by_position(tinies, tiny: ModuleType) -> None:
+    """A cache cut to nothing begins a sequence again; cut to one token, it goes on with it."""
+    model, ids = tinies("llama"), tiny.random_ids(1, LENGTH)
+    river = model.river(FixedExit(1), held=1)
+    cache, (expected, _) = river.new_cache(1, LENGTH), by_token(river, ids)
+    with torch.inference_mode():
+        for kept in (0, 1, 0, 5):
+            cache.truncate(kept)
+            out = river.prefill(ids[:, max(cache.lengths[0]) :], cache)
+            torch.testing.assert_close(out.logits, expected[:, -1], **TOLERANCE)
+            assert out.depth == 1
+        cache.truncate(0)
+        assert river.decode(ids[:, :1], cache).depth == model.arch.num_layers
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_hold_by_their_own_position(together: bool, tinies, tiny: ModuleType) -> None:
+    """Rows that begin at 0, 1 and 5: the first is held, the others leave, whether alone or together."""
+    model, ids, starts = tinies("qwen2"), tiny.random_ids(3, LENGTH), (0, 1, 5)
+    river = model.river(FixedExit(1), held=1)
+    cache, count = river.new_cache(3, LENGTH), model.arch.num_layers
+    with torch.inference_mode():
+        for row, start in enumerate(starts):
+            if start:
+                river.prefill(ids[row : row + 1, :start], cache.rows(row))
+        for at in range(3):
+            tokens = torch.stack([ids[row, start + at] for row, start in enumerate(starts)])[:, None]
+            if together:
+                out = river.decode(tokens, cache)
+                logits, depths = out.logits, [out.depth]
+            else:
+                found, left = river.decode_rows(tokens, cache)
+                logits, depths = found[:, 0], left[:, 0].tolist()
+            assert depths == ([1] if together else [count if at == 0 else 1, 1, 1])
+            for row, start in enumerate(starts):
+                alone, _ = by_token(river, ids[row : row + 1, : start + at + 1])
+                torch.testing.assert_close(logits[row], alone[0, -1], **TOLERANCE)
+
+
+def test_held_tokens_go_no_deeper_than_blocks_are_resident(tinies, tiny: ModuleType) -> None:
+    model, ids = tinies("llama"), tiny.random_ids(1, LENGTH)
+    river = model.river(FixedExit(1), held=2, resident=2)
+    logits, depths = by_token(river, ids)
+    assert depths == [2, 2, *[1] * (LENGTH - 2)]
+    torch.testing.assert_close(logits[:, :2], model.oracle(ids, 2)[:, :2], **TOLERANCE)
+    with torch.inference_mode():
+        _, rows = river.decode_rows(ids, river.new_cache(1, LENGTH))
         out = river.prefill(ids, river.new_cache(1, LENGTH))
-    assert out.depth == model.arch.num_layers
-    torch.testing.assert_close(out.logits, model.model.expected(ids)[:, -1], **TOLERANCE)
+    assert rows[0].tolist() == depths
+    assert out.depth == 1
+    torch.testing.assert_close(out.logits, logits[:, -1], **TOLERANCE)
