@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import inspect_twodee, services
+from . import inspect_nvium, inspect_twodee, services
 from .charts import histogram, human_bytes
 from .console import make_reporter
 from .options import CacheDir, Json
@@ -55,6 +55,10 @@ def _page(bundle: Path, facts: Mapping[str, Any]) -> Iterator[str]:
         if method["name"] == "2dee":
             yield from _pairs(inspect_twodee.settings(method))
             yield from inspect_twodee.figures(method)
+            continue
+        if method["name"] == "nvium":
+            yield from _pairs(inspect_nvium.settings(method, len(facts["layers"])))
+            yield from inspect_nvium.figures(method)
             continue
         yield from _pairs(_settings(method))
         yield from _retention(method.get("retention") or ())
