@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..runtime.methods import TextUsed
+from ..runtime.method_settings import TextUsed
 from ..runtime.progress import Reporter
 from ..runtime.rows import input_form, read_rows
 from .examples import ExampleReader, holds_rows, read_document

@@ -19,7 +19,8 @@ from ..runtime.decoder import Decoder, load_decoder
 from ..runtime.junctions import load_junctions
 from ..runtime.manifest import Backbone, Base, Manifest, SelfCheck
 from ..runtime.manifest import Quality as QualityRecord
-from ..runtime.methods import Nvium, TrainingRun
+from ..runtime.method_settings import TrainingRun
+from ..runtime.methods import Nvium
 from ..runtime.progress import Reporter
 from ..runtime.store import TensorStore, open_files
 from .building import begin, libraries

@@ -17,7 +17,7 @@ from ..errors import FormatError, UnsupportedError
 from ..runtime.architecture import Architecture
 from ..runtime.bundle import Bundle
 from ..runtime.loading import resolve_device, resolve_dtype
-from ..runtime.methods import MethodSettings
+from ..runtime.method_settings import MethodSettings
 from ..runtime.progress import Reporter
 from ..runtime.safetensors_file import LFS_MARK
 from .backbone import BackbonePlan, plan_backbone

@@ -21,7 +21,8 @@ from ..runtime.exit_layers import LazyBlocks
 from ..runtime.manifest import Backbone, Base, Manifest
 from ..runtime.manifest import Quality as QualityRecord
 from ..runtime.manifest import SelfCheck as SelfCheckRecord
-from ..runtime.methods import Rcla, TrainingRun
+from ..runtime.method_settings import TrainingRun
+from ..runtime.methods import Rcla
 from ..runtime.progress import Reporter
 from ..runtime.self_check import compare, run_dense_check, self_check_ids
 from ..runtime.store import TensorStore, open_files, open_safetensors

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import FormatError, UsageError
-from ..runtime.methods import RetentionPoint, TextUsed
+from ..runtime.method_settings import TextUsed
+from ..runtime.methods import RetentionPoint
 from ..runtime.progress import Reporter
 from ..runtime.quality import sequences_at_once
 from .calibration import load_calibration

@@ -19,7 +19,8 @@ from ..runtime.loading import Placement, make_river
 from ..runtime.manifest import Backbone, Base, Manifest
 from ..runtime.manifest import Quality as QualityRecord
 from ..runtime.manifest import SelfCheck as SelfCheckRecord
-from ..runtime.methods import River, TauPoint, TextUsed
+from ..runtime.method_settings import TextUsed
+from ..runtime.methods import River, TauPoint
 from ..runtime.progress import Reporter
 from ..runtime.quality import Quality
 from ..runtime.self_check import compare, run_river_check, self_check_ids

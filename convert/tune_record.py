@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import AccessError
 from ..runtime.bundle import Bundle
 from ..runtime.manifest import MANIFEST_NAME, Manifest
-from ..runtime.methods import MethodSettings
+from ..runtime.method_settings import MethodSettings
 from ..runtime.tuned import Tuned
 from .workspace import whole_file
 

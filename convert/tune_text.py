@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, UsageError
-from ..runtime.methods import TextUsed
+from ..runtime.method_settings import TextUsed
 from ..runtime.text import Tokenizer
 from .calibration import CHARACTERS_A_TOKEN, SEQUENCE, read_text, sequences
 from .tune_request import TuneRequest

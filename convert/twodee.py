@@ -21,7 +21,8 @@ from ..runtime.dense import Dense
 from ..runtime.documents import DocumentReader
 from ..runtime.loading import resolve_dtype
 from ..runtime.manifest import Backbone, Base, Manifest, SelfCheck
-from ..runtime.methods import Readout, TextUsed, TrainingRun, TwoDee
+from ..runtime.method_settings import TextUsed, TrainingRun
+from ..runtime.methods import Readout, TwoDee
 from ..runtime.operating_point import best_accuracy, cheapest
 from ..runtime.progress import Reporter
 from ..runtime.self_check import run_dense_check

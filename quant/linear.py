@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..errors import UnsupportedError
 from .forms import ATEN_GROUPS, Compact, Native, Rows, aten_scales
+from .joining import fusable, fuse, sort_groups
 from .kernels import native
 from .layout import Int4Matrix
 from .probe import Kernel, Kernels, aten_product, aten_weight, inner_k_tiles, probe
@@ -158,12 +158,12 @@ class Int4Linear:
         return self._product(x)
 
     def _plan(self) -> Product:
-        if not _fusable(self._matrices):
+        if not fusable(self._matrices):
             return self._side_by_side()
-        matrix = _fuse(self._matrices)
+        matrix = fuse(self._matrices)
         if matrix.g_idx is None:
             return self._plan_matrix(matrix)
-        matrix, order = _sort_groups(matrix)
+        matrix, order = sort_groups(matrix)
         order = order.to(self._device)
         self._kept.append(order)
         product = self._plan_matrix(matrix)
@@ -267,35 +267,3 @@ def _arithmetic_probes(dtype: torch.dtype) -> list[Callable[[], bool]]:
     bf16 = dtype is torch.bfloat16
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if bf16 else ("_is_amx_fp16_supported",)
     return [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
-
-
-def _fusable(matrices: Sequence[Int4Matrix]) -> bool:
-    first = matrices[0]
-    return all(
-        matrix.group_size == first.group_size
-        and (matrix.g_idx is None) == (first.g_idx is None)
-        and (matrix.g_idx is None or first.g_idx is None or torch.equal(matrix.g_idx, first.g_idx))
-        for matrix in matrices
-    )
-
-
-def _fuse(matrices: Sequence[Int4Matrix]) -> Int4Matrix:
-    first = matrices[0]
-    if len(matrices) == 1:
-        return first
-    zeros = [matrix.zeros for matrix in matrices]
-    if len({zero.dtype for zero in zeros}) > 1:
-        zeros = [zero.float() for zero in zeros]
-    codes, scales = torch.cat([m.codes for m in matrices]), torch.cat([m.scales for m in matrices])
-    return Int4Matrix(codes, scales, torch.cat(zeros), first.group_size, first.g_idx)
-
-
-def _sort_groups(matrix: Int4Matrix) -> tuple[Int4Matrix, Tensor]:
-    """The matrix with its inputs sorted by group, and the order in which to take the input."""
-    groups = torch.arange(matrix.shape[1] // matrix.group_size) if matrix.g_idx is None else matrix.g_idx.cpu()
-    order = torch.argsort(groups, stable=True)
-    expected = torch.arange(matrix.shape[1]) // matrix.group_size
-    if not torch.equal(groups[order].long(), expected):
-        raise UnsupportedError("a 4-bit matrix has groups of unequal size")
-    codes = matrix.codes[:, order.to(matrix.codes.device)]
-    return Int4Matrix(codes, matrix.scales, matrix.zeros, matrix.group_size), order

@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 from ..errors import FormatError, UnsupportedError
-from .methods import METHODS, MethodSettings, Sha256
+from .method_settings import MethodSettings, Sha256
+from .methods import METHODS
 from .progress import Reporter, SilentReporter
 from .tuned import Tuned
 

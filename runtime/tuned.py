@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .methods import Decision, LabelledRows, Sha256, Share, TextUsed
+from .method_settings import Sha256, Share, TextUsed
+from .methods import Decision, LabelledRows
 
 Positive = Annotated[float, Field(gt=0)]
 
