@@ -20,6 +20,7 @@ def mixture_loss(
     *,
     last: Tensor | None = None,
     softcap: float | None = None,
+    own: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over tokens of -log sum_k p_k pi_k(target), in nats, and log pi_k(target) [N, R] of each exit.
 
@@ -28,13 +29,16 @@ def mixture_loss(
     an exit that nothing here changes, K = N - 1. `softcap` as in `cross_entropy`. Under autocast the products are in
     its dtype. Differentiable once, in x, log_weights and weight; the second result is a constant.
 
+    With `own`, so many times each exit's own -log pi_k(target) is added to the sum: an exit with little mass then
+    learns too. The authors have no such term.
+
     Source: N-vium (arXiv 2605.13190), the mixture's negative log-likelihood. With q_k the share of exit k in the
     mixture's probability of the target, the gradient is -q_k in log p_k and q_k (pi_k - target) in exit k's logits.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     last = None if last is None else last.float()
-    return _MixtureLoss.apply(x, log_weights.float(), weight, targets, last, softcap)  # pyright: ignore[reportReturnType]
+    return _MixtureLoss.apply(x, log_weights.float(), weight, targets, last, softcap, own)  # pyright: ignore[reportReturnType]
 
 
 class _MixtureLoss(torch.autograd.Function):
@@ -47,6 +51,7 @@ class _MixtureLoss(torch.autograd.Function):
         targets: Tensor,
         last: Tensor | None,
         softcap: float | None,
+        own: float,
     ) -> tuple[Tensor, Tensor]:
         wants_x, wants_weights, wants_weight = ctx.needs_input_grad[:3]
         matrix = weight.to(x.dtype)
@@ -60,14 +65,14 @@ class _MixtureLoss(torch.autograd.Function):
             part = slice(begin, min(begin + step, rows))
             chunk = x[:, part].flatten(0, 1)
             logits, found = _log_likelihoods(chunk @ matrix.T, targets[part].repeat(exits), softcap)
-            own = found.view(exits, -1)
-            log_likelihoods[:, part] = own if last is None else torch.cat((own, last[None, part]))
+            each = found.view(exits, -1)
+            log_likelihoods[:, part] = each if last is None else torch.cat((each, last[None, part]))
             joint = log_weights[:, part] + log_likelihoods[:, part]
-            total -= joint.logsumexp(0).sum()
+            total -= joint.logsumexp(0).sum() + own * each.sum()
             shares[:, part] = joint.softmax(0)
             if dx is None and dw is None:
                 continue
-            slope = logits.slope(shares[:exits, part].reshape(-1, 1)).to(x.dtype)
+            slope = logits.slope(own + shares[:exits, part].reshape(-1, 1)).to(x.dtype)
             if dx is not None:
                 dx[:, part] = (slope @ matrix).view(exits, -1, x.shape[-1])
             if dw is not None:
@@ -80,7 +85,7 @@ class _MixtureLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's
         factor = grads[0].item()
         scaled = (part if part is None or factor == 1 else part * factor for part in ctx.saved_tensors)
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 class _Softmax:

@@ -97,10 +97,12 @@ class MixtureObjective:
         """See `training.Objective`; nothing is random here."""
         read = model.readings(batch)
         logs = torch.stack(log_weights(read.scores))
-        loss, _ = mixture_loss(read.x, logs, read.head, read.targets, last=read.last, softcap=read.softcap)
+        # Beside a frozen backbone an exit's own loss costs the others nothing; without it, bad exits stay bad.
+        own = 0.0 if read.last is None else 1.0
+        loss, each = mixture_loss(read.x, logs, read.head, read.targets, last=read.last, softcap=read.softcap, own=own)
         depth = (logs.exp().sum(1) * logs.new_tensor(self.depths)).sum()
         tokens = read.targets.numel()
-        self.control.add(loss, depth, tokens)
+        self.control.add(-(logs + each).logsumexp(0).sum(), depth, tokens)
         price = warm_up_term(read.scores) if self.control.warming else self.control.beta * depth
         return loss + price, tokens
 

@@ -23,30 +23,32 @@ def inputs(exits: int = N) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     return x, scores, head, torch.randint(0, V, (R,))
 
 
-def plainly(x: Tensor, scores: list[Tensor], head: Tensor, targets: Tensor, last, cap) -> Tensor:
-    """- sum over tokens of log sum over exits of p_k softmax(z_k)[target], as the paper writes it."""
+def plainly(x: Tensor, scores: list[Tensor], head: Tensor, targets: Tensor, last, cap, own) -> Tensor:
+    """- sum over tokens of log sum over exits of p_k softmax(z_k)[target], as the paper has it, and the exits' own."""
     logits = x @ head.T
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     each = logits.softmax(-1).gather(-1, targets.expand(len(x), -1)[..., None])[..., 0]
+    alone = -own * each.log().sum()
     each = each if last is None else torch.cat((each, last.exp()[None]))
-    return -(torch.stack(weights(scores)) * each).sum(0).log().sum()
+    return alone - (torch.stack(weights(scores)) * each).sum(0).log().sum()
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("own", [0.0, 0.7])
 def test_loss_and_gradients_are_those_of_the_plain_formula(
-    cap: float | None, constant: bool, monkeypatch: pytest.MonkeyPatch
+    cap: float | None, constant: bool, own: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOGIT_BYTES", 4 * V * N * 5)  # several chunks, the last of them shorter
     x, scores, head, targets = inputs(N - 1 if constant else N)
     last = -torch.rand(R, dtype=torch.float64) * 4 if constant else None
-    wanted = plainly(x, scores, head, targets, last, cap)
+    wanted = plainly(x, scores, head, targets, last, cap, own)
     inputs_of = (x, *scores, head)
     expected = torch.autograd.grad(wanted, inputs_of)
-    loss, each = mixture_loss(x, torch.stack(log_weights(scores)), head, targets, last=last, softcap=cap)
+    loss, each = mixture_loss(x, torch.stack(log_weights(scores)), head, targets, last=last, softcap=cap, own=own)
     torch.testing.assert_close(loss, wanted, check_dtype=False, atol=1e-5, rtol=1e-5)
-    for own, theirs in zip(torch.autograd.grad(2 * loss, inputs_of), expected, strict=True):
-        torch.testing.assert_close(own, 2 * theirs, atol=1e-5, rtol=1e-4)
+    for mine, theirs in zip(torch.autograd.grad(2 * loss, inputs_of), expected, strict=True):
+        torch.testing.assert_close(mine, 2 * theirs, atol=1e-5, rtol=1e-4)
     assert each.shape == (N, R)
     if last is not None:
         torch.testing.assert_close(each[-1], last, check_dtype=False)
