@@ -117,8 +117,8 @@ class River:
                 break
         ladder = Ladder(self.decoder.arch, self.decoder.blocks, self.exits)
         for index in range(depth, self.decoder.arch.num_layers):
-            both = free is not None and index < self.deepest
-            block = ladder.block(index, free) if both else self.exits[index]
+            alone = free is None or index >= self.deepest
+            block = self.exits[index] if alone else ladder.block(index, free)
             h = block(h, step, kv)
         return h, depth
 
