@@ -117,9 +117,10 @@ class River:
                 break
         ladder = Ladder(self.decoder.arch, self.decoder.blocks, self.exits)
         for index in range(depth, self.decoder.arch.num_layers):
-            alone = free is None or index >= self.deepest
-            block = self.exits[index] if alone else ladder.block(index, free)
-            h = block(h, step, kv)
+            if free is None or index >= self.deepest:
+                h = self.exits[index](h, step, kv)
+            else:
+                h = ladder.block(index, free)(h, step, kv)
         return h, depth
 
     def _free(self, step: Step, device: torch.device) -> Tensor | None:
