@@ -51,8 +51,9 @@ def files(opened: Bundle) -> Files:
 
 
 def stepwise(bundle: Bundle, ids: torch.Tensor, **options: object) -> torch.Tensor:
-    """Logits [S, V] token by token through the cache."""
+    """Logits [S, V] token by token through the cache, under the paper's rule: the first token may leave too."""
     model = load_river(bundle, SessionOptions(device="cpu", dtype="fp32", **options))
+    model.held = 0
     cache = model.new_cache(1, ids.shape[1])
     with torch.inference_mode():
         return torch.stack([model.decode(token, cache).logits[0] for token in ids.split(1, 1)])
