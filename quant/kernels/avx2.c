@@ -73,7 +73,7 @@ static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) {
  * Sixteen registers hold no more than five rows of int4. */
 #define DENSE_BLOCK 8
 #define DENSE_CASES \
-    CASE(1, 4) CASE(2, 4) CASE(3, 3) CASE(4, 2) CASE(5, 2) CASE(6, 2) CASE(7, 1) CASE(8, 1)
+    CASE(2, 4) CASE(3, 3) CASE(4, 2) CASE(5, 2) CASE(6, 2) CASE(7, 1) CASE(8, 1)
 #define INT4_BLOCK 5
 #define INT4_CASES CASE(1, 2, 2) CASE(2, 2, 1) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1)
 #include "products.h"

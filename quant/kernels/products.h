@@ -94,7 +94,12 @@ static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t 
     for (int64_t n = first; n < last; n += STRIP) {
         int height = (int)(last - n < STRIP ? last - n : STRIP);
         float sums[BLOCK * STRIP];
-        for (int64_t k = 0; k < K; k += width) {
+        /* One row of x is in that cache whole: w is read in its own order, which memory likes best. */
+        for (int r = 0; rows == 1 && r < height; r++)
+            for (int64_t k = 0; k < K; k += width)
+                NAME(dots)(d->w + (n + r) * K + k, K, K - k < width ? K - k : width,
+                           (const char *)xs + (m0 * steps + k / STEP) * STEP_BYTES, sums + r, k > 0, 1, 1);
+        for (int64_t k = 0; rows > 1 && k < K; k += width) {
             const uint16_t *w = d->w + n * K + k;
             const char *x = (const char *)xs + m0 * steps * STEP_BYTES + k / STEP * bytes;
             int64_t count = K - k < width ? K - k : width;
