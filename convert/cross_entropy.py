@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(slope, matrix, out=dx[part])
             if dw is not None:
-                _add_product(dw, slope, x[part])
+                add_product(dw, slope, x[part])
         ctx.save_for_backward(dx, dw)
         return total
 
@@ -69,19 +69,28 @@ def _loss_and_slope(logits: Tensor, targets: Tensor, softcap: float | None) -> t
 
     One exponential of each logit: a pass over them costs as much as a tenth of the product that made them.
     """
+    wanted, norm, tanh = exponentials(logits, targets, softcap)
+    slope = logits.div_(norm)
+    slope.scatter_add_(-1, targets[:, None], torch.full_like(norm, -1.0))
+    return (norm.log() - wanted).sum(), slope if tanh is None else slope.mul_(1 - tanh * tanh)
+
+
+def exponentials(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Let the exponentials of float32 logits [R, V] take their place, the greatest of a row being 1.
+
+    Returns the targets' logits and the exponentials' sums, each [R, 1], between which lies log softmax[target]; and the
+    cap's tanh [R, V], None without a cap.
+    """
     tanh = None
     if softcap is not None:
         tanh = torch.tanh(logits.div_(softcap))
         torch.mul(tanh, softcap, out=logits)
     logits.sub_(logits.amax(-1, keepdim=True))
     wanted = logits.gather(-1, targets[:, None])
-    norm = logits.exp_().sum(-1, keepdim=True)
-    slope = logits.div_(norm)
-    slope.scatter_add_(-1, targets[:, None], torch.full_like(norm, -1.0))
-    return (norm.log() - wanted).sum(), slope if tanh is None else slope.mul_(1 - tanh * tanh)
+    return wanted, logits.exp_().sum(-1, keepdim=True), tanh
 
 
-def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
+def add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
     """Add slope.T @ x to total; products of half precision are added in float32."""
     if slope.dtype is total.dtype:
         total.addmm_(slope.T, x)

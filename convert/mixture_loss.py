@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy import LOGIT_BYTES
+from .cross_entropy import LOGIT_BYTES, add_product, exponentials
 
 
 def mixture_loss(
@@ -76,7 +76,7 @@ class _MixtureLoss(torch.autograd.Function):
             if dx is not None:
                 dx[:, part] = (slope @ matrix).view(exits, -1, x.shape[-1])
             if dw is not None:
-                _add_product(dw, slope, chunk)
+                add_product(dw, slope, chunk)
         ctx.save_for_backward(dx, -shares if wants_weights else None, dw)
         ctx.mark_non_differentiable(log_likelihoods)
         return total, log_likelihoods
@@ -104,19 +104,5 @@ class _Softmax:
 def _log_likelihoods(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[_Softmax, Tensor]:
     """The log-likelihood of the target in each row [R], and what the gradient is made of. Spends the logits."""
     logits = logits.float()
-    tanh = None
-    if softcap is not None:
-        tanh = torch.tanh(logits.div_(softcap))
-        torch.mul(tanh, softcap, out=logits)
-    logits.sub_(logits.amax(-1, keepdim=True))
-    wanted = logits.gather(-1, targets[:, None])
-    norm = logits.exp_().sum(-1, keepdim=True)
+    wanted, norm, tanh = exponentials(logits, targets, softcap)
     return _Softmax(logits, norm, targets, tanh), (wanted - norm.log())[:, 0]
-
-
-def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
-    """Add slope.T @ x to total; products of half precision are added in float32."""
-    if slope.dtype is total.dtype:
-        total.addmm_(slope.T, x)
-    else:
-        total += slope.T @ x

@@ -94,8 +94,9 @@ class Rcla(MethodSettings, frozen=True):
     keep_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Set where the map was searched for this share of keepers."""
     cross_prob: Share | None = None
-    plain_passes: Share | None = None
     """Probability that a layer read an earlier layer's keys and values in training; None without training."""
+    plain_passes: Share | None = None
+    """Share of the training passes in which every layer read its own; None without training."""
     training: TrainingRun | None = None
     retention: tuple[RetentionPoint, ...] = ()
 
