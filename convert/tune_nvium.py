@@ -23,7 +23,7 @@ from ..runtime.tuned import Figures, Tuned, TunedPoint
 from .nvium_judge import Measured, judge
 from .sequences import Batch
 from .tune_goal import choose, goal_of
-from .tune_record import Outcome, fingerprint, same_file, store, with_method
+from .tune_record import Outcome, fingerprint, same_file, still_valid, store, with_method
 from .tune_request import TuneRequest
 from .tune_text import Halves, read_halves
 
@@ -43,12 +43,10 @@ def tune_nvium(bundle: Bundle, settings: NviumSettings, request: TuneRequest, re
     arch, tokenizer = bundle.architecture, Tokenizer.load(bundle.path)
     halves = read_halves(request, tokenizer, max_positions=arch.max_positions, vocab_size=arch.vocab_size)
     known = _fingerprint(bundle, halves, request)
-    before = bundle.manifest.tuned
-    fresh = request.again or before is None or before.fingerprint != known
-    if fresh or before is None:
+    before = still_valid(bundle, known, request, reporter)
+    if before is None:
         points = tuple(_sweep(_model(bundle, settings, request.options), halves, reporter))
     else:
-        reporter.note("Nothing that was measured has changed; the stored figures are used.")
         points = before.frontier
     goal, limit = goal_of(request, MAX_LOSS)
     point = choose(points, goal, limit)
@@ -68,7 +66,7 @@ def tune_nvium(bundle: Bundle, settings: NviumSettings, request: TuneRequest, re
     if stored:
         model = _model(bundle, chosen, request.options)
         _store(bundle, chosen, tuned, _judged(model, chosen.router_bias, halves.report, reporter))
-    return Outcome(tuned, measured=fresh, stored=stored)
+    return Outcome(tuned, measured=before is None, stored=stored)
 
 
 def _fingerprint(bundle: Bundle, halves: Halves, request: TuneRequest) -> str:

@@ -12,7 +12,9 @@ from ..errors import AccessError
 from ..runtime.bundle import Bundle
 from ..runtime.manifest import MANIFEST_NAME, Manifest
 from ..runtime.method_settings import MethodSettings
+from ..runtime.progress import Reporter
 from ..runtime.tuned import Tuned
+from .tune_request import TuneRequest
 from .workspace import whole_file
 
 MEASUREMENT = 1
@@ -38,6 +40,15 @@ def fingerprint(bundle: Bundle, **inputs: Any) -> str:  # noqa: ANN401 - anythin
     weights = {name: record.sha256 for name, record in files.items() if name.endswith(".safetensors")}
     known = {"version": MEASUREMENT, "weights": weights, "base": bundle.manifest.base.config_sha256, **inputs}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def still_valid(bundle: Bundle, known: str, request: TuneRequest, reporter: Reporter) -> Tuned | None:
+    """What was measured before, where its fingerprint is `known` and nobody asked to measure again; says so."""
+    before = bundle.manifest.tuned
+    if request.again or before is None or before.fingerprint != known:
+        return None
+    reporter.note("Nothing that was measured has changed; the stored figures are used.")
+    return before
 
 
 def with_method(manifest: Manifest, settings: MethodSettings, **changes: Any) -> Manifest:  # noqa: ANN401 - its fields

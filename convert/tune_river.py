@@ -26,7 +26,7 @@ from ..runtime.text import Tokenizer
 from ..runtime.tuned import BlockSpeed, Tuned, TunedPoint
 from .river_sweep import DENSE, FLOOR, sweep
 from .tune_goal import choose, goal_of
-from .tune_record import Outcome, fingerprint, same_file, store, with_method
+from .tune_record import Outcome, fingerprint, same_file, still_valid, store, with_method
 from .tune_request import TuneRequest
 from .tune_text import Halves, read_halves
 
@@ -43,15 +43,13 @@ def tune_river(bundle: Bundle, river: River, request: TuneRequest, reporter: Rep
     if request.options.resident is not None:
         river = River.model_validate({**river.model_dump(), "resident": request.options.resident})
     known = _fingerprint(bundle, river, halves, request)
-    before = bundle.manifest.tuned
-    fresh = request.again or before is None or before.fingerprint != known
-    if fresh or before is None:
+    before = still_valid(bundle, known, request, reporter)
+    if before is None:
         speed = _speed(bundle, river, halves, request.options)
         if speed.river_block_ms >= speed.dense_block_ms:
             reporter.warn("A 4-bit block takes as long as a dense one here: leaving early gains nothing.")
         points: Sequence[TunedPoint] = sweep(_files(bundle, request.options), river, halves, speed, reporter)
     else:
-        reporter.note("Nothing that was measured has changed; the stored figures are used.")
         speed, points = before.speed, before.frontier
     goal, limit = goal_of(request, MAX_LOSS if river.max_loss is None else river.max_loss)
     point = choose(_possible(points, river, arch.num_layers), goal, limit)
@@ -68,7 +66,7 @@ def tune_river(bundle: Bundle, river: River, request: TuneRequest, reporter: Rep
     )
     _say_lossless(tuned, point, river, arch.num_layers, reporter)
     stored = request.store and _store(bundle, river, tuned, point, reporter)
-    return Outcome(tuned, measured=fresh, stored=stored)
+    return Outcome(tuned, measured=before is None, stored=stored)
 
 
 def _say_lossless(tuned: Tuned, point: TunedPoint, river: River, layers: int, reporter: Reporter) -> None:
