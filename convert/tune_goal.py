@@ -1,5 +1,6 @@
 """Which point of a frontier is taken for what is aimed at. Knows figures; no tensors and no files."""
 
+import math
 from collections.abc import Sequence
 
 from ..errors import UsageError
@@ -26,7 +27,7 @@ def choose(points: Sequence[TunedPoint], goal: Goal, limit: float) -> TunedPoint
             what = (
                 f"No setting is {limit:g} times as fast as the dense model; '{best.name}' is {best.speedup:.2f} times"
             )
-            raise UsageError(what, f"Give --min-speed {best.speedup:.2f} or less")
+            raise UsageError(what, f"Give --min-speed {math.floor(best.speedup * 100) / 100:.2f} or less")
         return min(good, key=lambda point: (point.chosen_on.distance, -point.speedup))
     good = [point for point in points if point.chosen_on.loss <= limit]
     if not good:

@@ -28,7 +28,7 @@ from .tune_request import TuneRequest
 from .tune_text import Halves, read_halves
 
 MAX_LOSS = 0.02
-"""Of the last exit's perplexity, where nothing is said."""
+"""Where nothing is said; a share of the perplexity of the better one of last exit and mixture (`_figures`)."""
 
 
 def tune_nvium(bundle: Bundle, settings: NviumSettings, request: TuneRequest, reporter: Reporter) -> Outcome:
@@ -76,6 +76,7 @@ def _fingerprint(bundle: Bundle, halves: Halves, request: TuneRequest) -> str:
         text=halves.used.sha256,
         tokens=halves.used.tokens,
         seed=request.seed,
+        loss_from="the better one",
         device=device.type,
         dtype=str(resolve_dtype(request.options.dtype, device)),
     )
@@ -110,17 +111,23 @@ def _sweep(model: Nvium, halves: Halves, reporter: Reporter) -> list[TunedPoint]
             settings={"router_bias": ours[0]},
             dense_blocks=ours[1] * layers,
             speedup=1 / ours[1],
-            chosen_on=_figures(ours, choose_on.dense_perplexity, layers),
-            held_out=_figures(other, report.dense_perplexity, layers),
+            chosen_on=_figures(ours, choose_on, layers),
+            held_out=_figures(other, report, layers),
         )
         for ours, other in zip(choose_on.trade_off, report.trade_off, strict=True)
     ]
     return sorted(points, key=lambda point: point.speedup)
 
 
-def _figures(point: tuple[float, float, float], dense_perplexity: float, layers: int) -> Figures:
+def _figures(point: tuple[float, float, float], half: Measured, layers: int) -> Figures:
+    """Loss is measured from the better one of the last exit and the mixture as it was trained.
+
+    Of a frozen model that is the dense model. A mixture trained from scratch is far better than its last exit, and
+    measured from that, none of its depths would lose anything.
+    """
     _, depth, perplexity = point
-    return Figures(perplexity=perplexity, loss=perplexity / dense_perplexity - 1, mean_depth=depth * layers)
+    best = min(half.dense_perplexity, half.perplexity)
+    return Figures(perplexity=perplexity, loss=perplexity / best - 1, mean_depth=depth * layers)
 
 
 def _store(bundle: Bundle, settings: NviumSettings, tuned: Tuned, found: Measured) -> None:

@@ -8,14 +8,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import AccessError
+from ..errors import AdaptError
 from ..runtime.bundle import Bundle
 from ..runtime.manifest import MANIFEST_NAME, Manifest
 from ..runtime.method_settings import MethodSettings
 from ..runtime.progress import Reporter
 from ..runtime.tuned import Tuned
 from .tune_request import TuneRequest
-from .workspace import whole_file
+from .workspace import disk_errors, whole_file
 
 MEASUREMENT = 1
 """Counts changes to what is measured: what another version stored is measured again."""
@@ -61,13 +61,14 @@ def with_method(manifest: Manifest, settings: MethodSettings, **changes: Any) ->
 def store(bundle: Bundle, manifest: Manifest) -> Bundle:
     """Replace a bundle's adapt.json, whole or not at all; return the bundle as it is now.
 
-    Raises AccessError where it cannot be written.
+    Raises ResourceError where the disk is full, AdaptError where it cannot be written.
     """
+    path = bundle.path / MANIFEST_NAME
     try:
-        with whole_file(bundle.path / MANIFEST_NAME) as file:
+        with disk_errors(path, "Free some space; the bundle is as it was."), whole_file(path) as file:
             file.write(manifest.dumps().encode("utf-8"))
     except OSError as error:
-        raise AccessError(f"{bundle.path / MANIFEST_NAME} cannot be written: {error.strerror}") from error
+        raise AdaptError(f"{path} cannot be written: {error.strerror}", "The bundle is as it was.") from error
     return replace(bundle, manifest=manifest)
 
 

@@ -1,5 +1,6 @@
 """What may be asked of `adapt tune`. Imports no tensors, so that a command line can build it."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -52,8 +53,8 @@ class TuneRequest:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other", "Give one of them")
         if self.limit_tokens < 1 or (self.limit is not None and self.limit < 1):
             raise UsageError("the limit is not positive", "Give --limit-tokens or --limit 1 or more")
-        if any(value is not None and value < 0 for value in goals.values()):
-            raise UsageError(f"{given[0]} is negative", "Give 0 or more")
+        if any(value is not None and not (0 <= value < math.inf) for value in goals.values()):
+            raise UsageError(f"{given[0]} {goals[given[0]]} is not possible", "Give a number from 0 on")
         wrong = "--max-drop" if self.text is not None else "--max-loss"
         if goals[wrong] is not None:
             raise UsageError(f"{wrong} is for {'--labels' if self.text else '--text'}", "Leave it out")

@@ -11,6 +11,7 @@ from ..errors import UsageError
 from ..runtime.bundle import Bundle
 from ..runtime.classify_loading import document_reader, load_classifier
 from ..runtime.label_quality import spread
+from ..runtime.loading import resolve_device, resolve_dtype
 from ..runtime.methods import Decision, FixedLayer, LabelledRows, Thresholds, TwoDee
 from ..runtime.operating_point import best_accuracy, cheapest
 from ..runtime.progress import Reporter
@@ -37,7 +38,7 @@ def tune_twodee(bundle: Bundle, settings: TwoDee, request: TuneRequest, reporter
     if data.sha256 == settings.data.sha256:
         reporter.warn(f"{data.name} is the file that the classifiers were trained on: these figures are too good")
     drop = settings.max_drop if request.max_drop is None else request.max_drop
-    known = fingerprint(bundle, rows=data.sha256, count=len(data), seed=request.seed, field=request.text_field)
+    known = _fingerprint(bundle, data, request)
     before = bundle.manifest.tuned
     if not request.again and before is not None and (before.fingerprint, before.limit) == (known, drop):
         reporter.note("Nothing has changed since the bundle was tuned on these rows.")
@@ -63,6 +64,19 @@ def tune_twodee(bundle: Bundle, settings: TwoDee, request: TuneRequest, reporter
     if changed:
         store(bundle, manifest)
     return Outcome(tuned, measured=True, stored=changed)
+
+
+def _fingerprint(bundle: Bundle, data: LabelledData, request: TuneRequest) -> str:
+    device = resolve_device(request.options.device)
+    return fingerprint(
+        bundle,
+        rows=data.sha256,
+        count=len(data),
+        seed=request.seed,
+        fields=(request.text_field, request.label_field),
+        device=device.type,
+        dtype=str(resolve_dtype(request.options.dtype, device)),
+    )
 
 
 def _read(settings: TwoDee, request: TuneRequest, reporter: Reporter) -> LabelledData:

@@ -17,7 +17,7 @@ from adapt_llm.convert.tune import tune
 from adapt_llm.convert.tune_goal import choose
 from adapt_llm.convert.tune_request import TuneRequest
 from adapt_llm.convert.tune_text import read_halves
-from adapt_llm.errors import AccessError, UnsupportedError, UsageError
+from adapt_llm.errors import ResourceError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.loading import load_river, river_route
 from adapt_llm.runtime.manifest import MANIFEST_NAME
@@ -228,7 +228,7 @@ def test_stopped_while_writing_the_old_manifest_stays(request_for, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tune_record, "whole_file", full)
-    with pytest.raises(AccessError, match="No space left"):
+    with pytest.raises(ResourceError, match="disk is full"):
         tune(request, SilentReporter())
     assert (request.bundle / MANIFEST_NAME).read_bytes() == before
 
