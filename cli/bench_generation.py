@@ -53,9 +53,12 @@ def _read(path: Path) -> str:
 
 def publish(where: Outputs, result: Mapping[str, Any], command: str) -> None:
     """Print the page or JSON; write the report and the picture where asked for."""
-    if where.plot is not None:
-        plots.save_speeds(where.plot, bars(result), title=result["bundle"])
-    where.publish(result, page(result), report(result, command))
+    where.publish(
+        result,
+        page(result),
+        report(result, command),
+        lambda path: plots.save_speeds(path, bars(result), title=result["bundle"]),
+    )
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
@@ -96,7 +99,7 @@ def _about(result: Mapping[str, Any]) -> Iterator[str]:
 def table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return the table: a line for each contender of each trial."""
     head = ["", "prompt x texts", "tokens/s", "ms a pass", "speed", "depth", "MB read", "of limit"]
-    lines = [[*head, "prompt tokens/s", "first token ms", "speed", "memory"]]
+    lines = [[*head, "prompt tokens/s", "first token ms", "prompt speed", "memory"]]
     for trial in result["trials"]:
         place = f"{trial['context']} x {trial['batch_size']}"
         for name, figures in trial["contenders"].items():
@@ -157,8 +160,9 @@ def _counts(trial: Trial) -> Iterator[str]:
         drafted = f"{share:.0%} of {counts['drafted']:.0f} drafted tokens"
         yield f"{drafted} were accepted, prompts of {trial['context']} tokens"
     if counts.get("passes"):
-        rows = counts["pass_rows"] / counts["passes"]
-        yield f"a pass above an exit took {rows:.1f} tokens with it on average, prompts of {trial['context']} tokens"
+        waiting = counts["pass_rows"] / counts["passes"] - 1  # its own token is no passenger
+        what = f"passes above an exit took along {waiting:.1f} waiting tokens on average"
+        yield f"{what}, prompts of {trial['context']} tokens"
 
 
 def _depths(result: Mapping[str, Any]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """`adapt bench` of a bundle that classifies: rows a second of full, 1D and 2D, side by side."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +41,7 @@ def measure(
     points: dict[str, Point] = {"dense": full(twodee), "one_d": choose_one_d(twodee, rows.asked)}
     two_d = choose_two_d(twodee, rows.asked)
     points |= {} if two_d is None else {"two_d": two_d}
-    texts = services.texts(rows.inputs, rows.field_name)
-    if not texts:
-        raise UsageError("There are no rows to classify", "Look at the files given with -i")
+    texts = _texts(rows, reporter)
     chosen = [texts[place] for place in spread(len(texts), rows.limit)]
     classifier = services.open_classifier(bundle, settings, reporter)
     size = batch_size or classifier.batch_size
@@ -53,6 +51,16 @@ def measure(
     if found.unreadable:
         reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
     return summary(bundle, found, points, classifier)
+
+
+def _texts(rows: RowsToTime, reporter: Reporter) -> "Sequence[str | Sequence[str]]":
+    texts, problems = services.texts(rows.inputs, rows.field_name)
+    if not texts:
+        why = f"no row has a text; the first, {problems[0]}" if problems else "there are no rows"
+        raise UsageError(f"There is nothing to classify: {why}", "Look at the files given with -i, or name a --field")
+    if problems:
+        reporter.warn(f"{len(problems)} rows have no text and are left out; the first, {problems[0]}")
+    return texts
 
 
 def summary(
@@ -85,12 +93,14 @@ def _figures(tally: Tally, point: Point, dense: Tally) -> dict[str, Any]:
 
 def publish(where: Outputs, result: Mapping[str, Any], command: str) -> None:
     """Print the page or JSON; write the report and the picture where asked for."""
-    if where.plot is not None:
-        place = f"{result['settings']['batch_size']} at once"
-        rates = {_NAMES[name]: figures["rows_per_s"] for name, figures in result["ways"].items()}
-        bars = {name: [(place, rate, rate, rate)] for name, rate in rates.items()}
-        plots.save_speeds(where.plot, bars, title=result["bundle"], unit="rows/s")
-    where.publish(result, page(result), report(result, command))
+    where.publish(result, page(result), report(result, command), lambda path: _draw(path, result))
+
+
+def _draw(path: Path, result: Mapping[str, Any]) -> None:
+    place = f"{result['settings']['batch_size']} at once"
+    rates = {_NAMES[name]: figures["rows_per_s"] for name, figures in result["ways"].items()}
+    bars = {name: [(place, rate, rate, rate)] for name, rate in rates.items()}
+    plots.save_speeds(path, bars, title=result["bundle"], unit="rows/s")
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
@@ -125,7 +135,7 @@ def table(result: Mapping[str, Any]) -> list[list[str]]:
         lines.append(
             [
                 _NAMES[name],
-                figures["point"],
+                figures["point"].removeprefix(f"{_NAMES[name]}, "),
                 f"{figures['rows_per_s']:.4g}",
                 f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})",
                 *(f"{figures[key]:{form}}" for key, form in _FORMS),

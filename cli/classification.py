@@ -167,7 +167,7 @@ MaxDrop = Annotated[
         max=1,
         metavar="X",
         rich_help_panel=TWODEE,
-        help="The fastest stored point that loses at most X of accuracy (0.02: 2 %).",
+        help="The fastest point that loses at most X of accuracy (0.02: 2 %).",
     ),
 ]
 
@@ -204,4 +204,9 @@ def refuse(ctx: typer.Context, names: Sequence[str], reason: str) -> None:
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name or "")
         if param.name in names and source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}:
-            raise UsageError(f"{max(param.opts, key=len)} {reason}", "Leave it out")
+            raise UsageError(f"{_spelling(param.opts)} {reason}", "Leave it out")
+
+
+def _spelling(names: Sequence[str]) -> str:
+    """An option has several names; its first long one is that of the documentation."""
+    return next((name for name in names if name.startswith("--")), names[0])

@@ -75,10 +75,12 @@ def evaluate_labels(
         reporter.warn(f"{found.unreadable} rows are left out; the first: {found.first_unreadable}")
     result = summary(found, points, classifier, {"name": data.name, "sha256": data.sha256, "bundle": bundle.name})
     result["use"] = twodee.use
-    if outputs.plot is not None:
-        plots.save(outputs.plot, stops_of(result), result["layers"], title=result["data"]["bundle"])
-    seen = page(result, width=shutil.get_terminal_size().columns, marks=shades())
-    outputs.publish(result, seen, report(outputs.command, result))
+    outputs.publish(
+        result,
+        page(result, width=shutil.get_terminal_size().columns, marks=shades()),
+        report(outputs.command, result),
+        lambda path: plots.save(path, stops_of(result), result["layers"], title=bundle.name),
+    )
 
 
 def used_for(twodee: "TwoDee", sha256: str) -> str | None:

@@ -1,6 +1,6 @@
 """The options of `adapt eval` in groups, and which of them belong to which way of measuring. Knows no figures."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +44,12 @@ def refuse_others(ctx: typer.Context, way: str) -> None:
     """Raise UsageError for an option that would change nothing."""
     for name, ways in USES.items():
         if way not in ways:
-            refuse(ctx, (name,), f"is for {' and '.join(ways)}")
+            refuse(ctx, (name,), f"is for {_listed(ways)}")
+
+
+def _listed(ways: Sequence[str]) -> str:
+    *first, last = ways
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def text_request(

@@ -49,11 +49,15 @@ def evaluate_text(
     outputs.check()
     text = _read(request.text)
     found = services.text_quality(bundle, text, settings, limit=request.limit, reporter=reporter)
-    if outputs.plot is not None:
-        plots.save_curve(outputs.plot, found["by_position"], title=f"{bundle.name} on {request.name}")
+    title = f"{bundle.name} on {request.name}"
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
     about = f"{request.name} (sha256 of its text {digest}); every token is predicted once from those before it."
-    outputs.publish(found, page(found), report(f"{bundle.name} on {request.name}", outputs.command, about, found))
+    outputs.publish(
+        found,
+        page(found),
+        report(title, outputs.command, about, found),
+        lambda path: plots.save_curve(path, found["by_position"], title=title),
+    )
 
 
 def _read(path: Path) -> str:

@@ -7,12 +7,14 @@ from pathlib import Path
 from .writing import write_whole
 
 Spot = tuple[float, float]
-"""Speed over dense, and KL in nats."""
+"""Speed over dense, and what is lost: KL in nats, or growth of perplexity (a share)."""
 MARKS = "osD^vP*X<>"
 
 
-def save_frontier(path: Path, series: Mapping[str, Sequence[Spot]], *, title: str, chosen: Spot | None = None) -> None:
-    """Draw each series as a line with a mark of its own, or as single marks; a ring around the chosen point."""
+def save_frontier(
+    path: Path, series: Mapping[str, Sequence[Spot]], *, title: str, loses: str, chosen: Spot | None = None
+) -> None:
+    """Draw each series as a line with a mark of its own; a ring around the chosen point. `loses`: the y axis."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot, which keeps every figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -23,7 +25,7 @@ def save_frontier(path: Path, series: Mapping[str, Sequence[Spot]], *, title: st
     if chosen is not None:
         axes.plot([chosen[0]], [chosen[1]], "o", markersize=13, fillstyle="none", color="black", label="chosen")
     axes.set_xlabel("times as fast as the dense model")
-    axes.set_ylabel("KL from the dense model, nats")
+    axes.set_ylabel(loses)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     axes.set_title(title)

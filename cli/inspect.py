@@ -35,7 +35,7 @@ def command(
     """Show what is in a bundle.
 
     Methods and their settings, the base model, the layers, bytes per part, memory, licence, and the quality that
-    was measured when it was converted. Reads no tensors.
+    was measured when it was converted or tuned. Reads no tensors.
     """
     facts = services.describe(bundle, resident=resident, cache_dir=cache_dir, reporter=make_reporter(ctx.obj))
     if as_json:
@@ -72,14 +72,23 @@ def _page(bundle: Path, facts: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "memory for weights"
         yield from _pairs(_memory(facts["memory"]))
-    yield from _quality(facts.get("quality"))
+    yield from _quality(facts.get("quality"), "when it was tuned" if facts.get("tuned") else "at conversion")
 
 
 def _summary(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     trained = "" if facts["trained"] else "no: converted with --untrained, so expect a loss of quality"
     found = [("family", facts.get("family")), ("licence", facts.get("license") or "not stated")]
-    found += [("backbone", facts.get("backbone")), ("trained", trained), ("format", facts["format_version"])]
+    found += [("backbone", facts.get("backbone")), ("trained", trained), ("tuned", _tuned(facts.get("tuned")))]
+    found += [("format", facts["format_version"])]
     return [(name, str(value)) for name, value in found if value]
+
+
+def _tuned(tuned: Mapping[str, Any] | None) -> str:
+    """Say what was chosen, and for which goal on which data."""
+    if not tuned:
+        return ""
+    goal = f"{tuned['goal'].replace('_', ' ')} {tuned['limit']:g}"
+    return f"{tuned['chosen']}, for {goal} on {tuned['data']['name']}"
 
 
 def _settings(method: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -126,11 +135,12 @@ def _memory(memory: Mapping[str, int]) -> list[tuple[str, str]]:
     return [("dense blocks kept", str(memory["resident"])), *parts]
 
 
-def _quality(quality: Mapping[str, Any] | None) -> Iterator[str]:
+def _quality(quality: Mapping[str, Any] | None, when: str) -> Iterator[str]:
+    """Say what was measured `when`: at conversion, or when the bundle was tuned."""
     if not quality:
         return
     yield ""
-    yield f"quality, measured at conversion on {quality['tokens']} tokens of {quality['text']}"
+    yield f"quality, measured {when} on {quality['tokens']} tokens of {quality['text']}"
     yield from _pairs(
         [
             ("perplexity", f"{quality['perplexity']:.4g} (dense {quality['dense_perplexity']:.4g})"),

@@ -1,7 +1,7 @@
 """Where the figures of a measurement go: a page or JSON on stdout, a Markdown page, a picture. Knows no figures."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,23 @@ class Outputs:
         if self.plot is not None:
             plots.check(self.plot)
 
-    def publish(self, result: Mapping[str, Any], page: Iterable[str], report: Iterable[str]) -> None:
-        """Write the Markdown page where asked for, and the page or JSON on stdout."""
-        if self.report is not None:
-            write_whole(self.report, "\n".join(report) + "\n")
+    def publish(
+        self,
+        result: Mapping[str, Any],
+        page: Iterable[str],
+        report: Iterable[str] = (),
+        draw: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write picture and Markdown page where asked for, and the page or JSON on stdout, whatever became of them."""
+        try:
+            if self.plot is not None and draw is not None:
+                draw(self.plot)
+            if self.report is not None:
+                write_whole(self.report, "\n".join(report) + "\n")
+        finally:  # a file that cannot be written must not cost the figures
+            self._print(result, page)
+
+    def _print(self, result: Mapping[str, Any], page: Iterable[str]) -> None:
         if self.as_json:
             typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
             return

@@ -145,7 +145,9 @@ class Classify:
 
     def rows(self, request: RowsRequest) -> None:
         """Classify every row of a request; exit 3 when some failed."""
-        request = replace(request, keys=CLASSIFY_KEYS)
+        how = {"bundle": services.manifest_digest(self.bundle), "rule": str(self.point)}
+        how |= {"dtype": self.settings.get("dtype")}
+        request = replace(request, keys=CLASSIFY_KEYS, settings=how)
         request.check()
         job = RowsJob.prepare(request, COLUMNS, self.reporter.warn, cells=CELLS)
         if request.resume and job.finished():

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from ..runtime.stream import GenerationStats, TokenStream
     from ..runtime.template import Message
 
+ANSWER_SETTINGS = (
+    *("dtype", "head_bits", "ctx_size", "tau", "resident", "gpu_memory", "offload", "prefill", "lossless"),
+    *("per_exit_truncation", "chat_template"),
+)
+"""Fields of SessionOptions that answers depend on."""
 COLUMNS = ("text", "tokens", "finish_reason", "mean_depth")
 """What a generated row has besides its own keys."""
 
@@ -132,6 +137,7 @@ class Run:
 
     def rows(self, request: RowsRequest) -> None:
         """Answer every row of a request; exit 3 when some failed."""
+        request = replace(request, settings=self._record())
         request.check()
         services.generation_options(self.choices)  # refuse impossible values before any row
         job = RowsJob.prepare(request, self.columns, self.reporter.warn)
@@ -150,6 +156,17 @@ class Run:
             self._say(totals.lines(seconds, at_once))
             self._say(iter([f"memory {human_bytes(services.peak_memory())}"]))
         self._end(summary.failed)
+
+    def _record(self) -> dict[str, object]:
+        """Return what a row's text depends on; not what it is only made faster by."""
+        opened = {name: self.settings.get(name) for name in ANSWER_SETTINGS}
+        return {
+            "bundle": services.manifest_digest(self.bundle),
+            **asdict(self.choices),
+            **{name: value if value is None else str(value) for name, value in opened.items()},
+            "system": self.system,
+            "raw": self.raw,
+        }
 
     def _end(self, failed: int) -> None:
         if failed:

@@ -17,6 +17,8 @@ from ..runtime.row_content import CONTENT_KEYS
 from ..runtime.rows import STDIN, Row, Shard, check_inputs, read_rows
 from .answers import Answers, InOrder, Outcome, Pausing, Result
 from .rows_out import Done, Form, form_of, match, open_output, output_form
+from .run_record import Settings, begin, check, end
+from .writing import check_place
 
 OnError = Literal["record", "skip", "fail"]
 
@@ -38,6 +40,8 @@ class RowsRequest:
     resume: bool = False
     keys: Sequence[str] = CONTENT_KEYS
     """Where a row has its content."""
+    settings: Settings = field(default_factory=dict)
+    """What answers depend on besides the row; empty: not known."""
 
     def check(self) -> None:
         """Raise UsageError for what can be known to fail before a model is loaded."""
@@ -53,10 +57,9 @@ class RowsRequest:
             raise UsageError("a text output does not say which rows were skipped", "Use jsonl with --resume")
         if self.output.exists():
             self._check_existing(self.output)
+        check_place(self.output)
 
     def _check_existing(self, output: Path) -> None:
-        if output.is_dir():
-            raise UsageError(f"{output} is a folder", "-o takes a file")
         if any(name != STDIN and output.samefile(name) for name in self.inputs):
             raise UsageError(f"{output} is also an input", "Choose another name for the output")
         if output.is_file() and output.stat().st_size and not (self.force or self.resume):
@@ -126,12 +129,15 @@ class RowsJob:
         rows, done = request.rows(), Done()
         if request.resume and request.output is not None and request.output.exists():
             done = match(request.output, form, rows, skipping=request.on_error == "skip")
+            if done.rows:
+                check(request.output, request.settings)
         return cls(request, columns, form, rows, done, total)
 
     def finished(self) -> bool:
         """Tell whether no row is left."""
         first = next(self.rows, None)
         if first is None:
+            self._end()
             return True
         self.rows = chain([first], self.rows)
         return False
@@ -153,7 +159,12 @@ class RowsJob:
                 if self.request.output is not None:
                     reporter.note(f"stopped; {summary.rows} rows are written. Go on with --resume")
                 raise
+        self._end()
         return summary
+
+    def _end(self) -> None:
+        if self.request.output is not None:
+            end(self.request.output)
 
     @contextmanager
     def _source(self, idle: Callable[[], bool]) -> Iterator[Iterator[Row | None]]:
@@ -187,6 +198,8 @@ class RowsJob:
         if self.request.output is None:
             yield sys.stdout.buffer
             return
+        self.request.output.parent.mkdir(parents=True, exist_ok=True)
+        begin(self.request.output, self.request.settings)
         with open_output(self.request.output, keep=self.done.end) as stream:
             yield stream
 

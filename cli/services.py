@@ -3,6 +3,7 @@
 torch comes in with these imports and with nothing else, so that help, completion and errors of usage do without.
 """
 
+import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,16 @@ def twodee(path: Path) -> "TwoDee | None":
     return read_manifest(path / MANIFEST_NAME).method(TwoDee)
 
 
+def manifest_digest(path: Path) -> str:
+    """Return a short hash of a bundle's manifest: another bundle has another one, and so has the same one, tuned."""
+    from ..runtime.manifest import MANIFEST_NAME  # noqa: PLC0415
+
+    try:
+        return hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""  # opening the bundle says what is wrong with it
+
+
 def mode(point: "Point") -> "Mode":
     """Return how documents run at an operating point."""
     from ..runtime.schedule import Full, OneD, Rule, TwoD  # noqa: PLC0415
@@ -219,14 +230,23 @@ def bench(
     return {"machine": machine(), **found}
 
 
-def texts(inputs: Sequence[str], field: str | None) -> "list[str | Sequence[str]]":
-    """Return the texts (or sentences) of all rows that have one. Raises UsageError, FormatError for bad files."""
+def texts(inputs: Sequence[str], field: str | None) -> "tuple[list[str | Sequence[str]], list[str]]":
+    """Return the texts (or sentences) of all rows that have one, and what is wrong with the others.
+
+    Raises UsageError, FormatError for bad files.
+    """
     from ..runtime.row_content import CLASSIFY_KEYS  # noqa: PLC0415
     from ..runtime.rows import check_inputs, read_rows  # noqa: PLC0415
 
     check_inputs(inputs)
-    rows = read_rows(inputs, field_name=field, keys=CLASSIFY_KEYS)
-    return [cast("str | list[str]", row.content) for row in rows if row.content is not None]
+    found: list[str | Sequence[str]] = []
+    problems: list[str] = []
+    for row in read_rows(inputs, field_name=field, keys=CLASSIFY_KEYS):
+        if row.content is None:
+            problems.append(f"row {row.number}: {row.error}")
+        else:
+            found.append(cast("str | list[str]", row.content))
+    return found, problems
 
 
 def labelled(path: Path, field: str | None, label_field: str, labels: Sequence[str]) -> "LabelledData":

@@ -1,22 +1,21 @@
 """`adapt tune`: what a bundle could give at other settings, and the one that it runs with from now on."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..runtime.progress import Reporter
-from . import plots, services
+from . import services
 from .charts import scatter
+from .classification import MaxDrop
 from .console import make_reporter
 from .frontier_picture import save_frontier
 from .groups import Group
-from .options import RIVER, TWODEE, CacheDir, Device, DtypeOption, Force, Json, Threads
+from .options import OUTPUT, RIVER, CacheDir, Device, DtypeOption, Force, Json, Threads
+from .outputs import Outputs
 from .tables import aligned
-from .writing import check_new
 
 EXAMPLES = """\
   adapt tune qwen-river --text wiki.txt --max-loss 0.02
@@ -26,6 +25,7 @@ EXAMPLES = """\
 """
 DATA = "Data"
 GOAL = "What is aimed at"
+ROUNDING = 1e-6
 
 
 def data(
@@ -86,17 +86,7 @@ def goal(
             "--min-speed", min=0, metavar="X", rich_help_panel=GOAL, help="The best that is X times as fast as dense."
         ),
     ] = None,
-    max_drop: Annotated[
-        float | None,
-        typer.Option(
-            "--max-drop",
-            min=0,
-            max=1,
-            metavar="X",
-            rich_help_panel=TWODEE,
-            help="The fastest that loses X of accuracy.",
-        ),
-    ] = None,
+    max_drop: MaxDrop = None,
 ) -> dict[str, Any]:
     """Return what is aimed at; as above."""
     return {"max_loss": max_loss, "min_speed": min_speed, "max_drop": max_drop}
@@ -119,12 +109,19 @@ def machine(
     return {"device": device, "dtype": dtype, "threads": threads, "resident": resident, "cache_dir": cache_dir}
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Where the result goes besides stdout."""
-
-    plot: Path | None
-    as_json: bool
+def outputs(
+    *,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.png", rich_help_panel=OUTPUT, help="Draw the frontier (.png, .pdf, .svg)."
+        ),
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> Outputs:
+    """Read where results go."""
+    return Outputs(plot, force=force, as_json=as_json)
 
 
 def command(
@@ -136,37 +133,33 @@ def command(
     opening: Annotated[dict[str, Any], Group(machine)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be chosen; store nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure although nothing has changed.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the frontier (.png, .pdf, .svg).")
-    ] = None,
-    force: Force = False,
-    as_json: Json = False,
+    where: Annotated[Outputs, Group(outputs)],
 ) -> None:
     """Find the settings that suit you, and store them in the bundle.
 
     Measures the rules that a bundle's method allows on one half of the data, chooses by what you aim at, and reports on
     the other half. What was measured is stored too: another goal is answered at once, and so is the same one.
     """
-    check_new(plot, force=force)
-    if plot is not None:
-        plots.check(plot)
+    where.check()
     reporter = make_reporter(ctx.obj)
     values = {**measured, **wanted, "store": not dry_run, "again": again}
     found = services.tune(bundle, values, opening, reporter)
-    _publish(bundle, found, Shown(plot, as_json), reporter)
-
-
-def _publish(bundle: Path, found: Mapping[str, Any], shown: Shown, reporter: Reporter) -> None:
-    if shown.plot is not None and found["frontier"]:
-        spots = [_spot(point) for point in found["frontier"]]
-        save_frontier(shown.plot, {"settings": spots}, title=bundle.name, chosen=_spot(_chosen(found)))
-    elif shown.plot is not None:
+    if where.plot is not None and not found["frontier"]:
         reporter.warn("There is no picture of labelled rows' thresholds here: use `adapt eval --plot`")
-    if shown.as_json:
-        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
-        return
-    for line in _page(bundle, found):
-        typer.echo(line.rstrip())
+        where = replace(where, plot=None)
+    where.publish(found, _page(bundle, found), draw=lambda path: _draw(path, bundle, found))
+
+
+def _draw(path: Path, bundle: Path, found: Mapping[str, Any]) -> None:
+    spots = [_spot(point) for point in found["frontier"]]
+    chosen = _spot(_chosen(found))
+    save_frontier(path, {"settings": spots}, title=bundle.name, loses=_loses(found), chosen=chosen)
+
+
+def _loses(found: Mapping[str, Any]) -> str:
+    """What the second number of a spot is."""
+    known = all(point["held_out"]["kl"] is not None for point in found["frontier"])
+    return "KL from dense" if known else "growth of perplexity"
 
 
 def _spot(point: Mapping[str, Any]) -> tuple[float, float]:
@@ -186,13 +179,26 @@ def _page(bundle: Path, found: Mapping[str, Any]) -> Iterator[str]:
         marks = {found["chosen"]: "●"}
         spots = [(*_spot(point), marks.get(point["name"], "·")) for point in found["frontier"]]
         spots.sort(key=lambda spot: spot[2] == "●")
-        loses = "growth of perplexity" if found["method"] == "nvium" else "KL from dense"
-        yield from scatter(spots, x_label="times as fast as dense", y_label=f"{loses}, on the other half")
+        yield from scatter(spots, x_label="times as fast as dense", y_label=f"{_loses(found)}, on the other half")
         yield ""
     aim = {"max_loss": "loses at most", "min_speed": "times as fast at least", "max_drop": "loses at most"}
     yield f"chosen     {found['chosen']} ({aim[found['goal']]} {found['limit']:g})"
+    yield from _missed(found)
     stored = "now runs so" if found["stored"] else "is as it was"
     yield f"{bundle}  {stored}"
+
+
+def _missed(found: Mapping[str, Any]) -> Iterator[str]:
+    """Say where the point chosen loses more on the half that it was not chosen on."""
+    if found["goal"] == "max_loss":
+        loss = _chosen(found)["held_out"]["loss"]
+    elif found["goal"] == "max_drop":
+        ways = found["held_out"]
+        loss = max(figures["accuracy"] for figures in ways.values()) - ways[found["chosen"]]["accuracy"]
+    else:
+        return
+    if loss > found["limit"] + ROUNDING:
+        yield f"           on the other half it loses {loss:.3g}: a longer text, or more rows, make the two agree"
 
 
 def _rules(found: Mapping[str, Any]) -> Sequence[Sequence[str]]:
@@ -213,7 +219,13 @@ def _rules(found: Mapping[str, Any]) -> Sequence[Sequence[str]]:
                 _number(other["agreement"], ".1%"),
             ]
         )
-    return table
+    return _without_empty(table)
+
+
+def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leave out columns that no line below the head has anything in, with what was measured besides (N-vium: KL)."""
+    kept = [at for at in range(len(table[0])) if any(line[at] for line in table[1:])]
+    return [[line[at] for at in kept] for line in table]
 
 
 def _number(value: float | None, form: str) -> str:

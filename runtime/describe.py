@@ -60,6 +60,7 @@ def describe(bundle: Bundle, *, resident: int | None = None) -> dict[str, Any]:
         "memory": asdict(memory),
         "backbone": manifest.backbone.mode,
         "quality": data["quality"],
+        "tuned": data["tuned"],
         "trained": manifest.trained,
         "license": licence(bundle.text_files),
         "libraries": data["libraries"],

@@ -91,7 +91,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps({"speed": speed.model_dump(), "rows": rows}, indent=2), encoding="utf-8")
     if arguments.plot:
-        save_frontier(arguments.plot, series(rows, lossless), title=bundle.path.name)
+        save_frontier(arguments.plot, series(rows, lossless), title=bundle.path.name, loses="KL from dense, nats")
 
 
 def sequences(bundle: Bundle, path: Path, tokens: int) -> torch.Tensor:

@@ -150,7 +150,7 @@ def test_a_bundle_without_a_twin(adapt: Invoke, asked: list[dict[str, Any]], mon
         (["--batch-size", "1,x"], "not a list of numbers"),
         (["-i", "rows.txt"], "does not classify"),
         (["--max-drop", "0.1"], "bundles that classify"),
-        (["--ctx-size", "64"], "is for run and chat"),
+        (["--ctx-size", "64"], "--ctx-size is for run and chat"),
         (["--plot", "p.gif"], "pictures are"),
         (["--text", "missing.txt"], "cannot read"),
     ],
@@ -181,6 +181,36 @@ def test_rows_a_second(classify: Invoke, fake: ModuleType, reviews: Path) -> Non
     assert found["dense"]["work"] == 1.0
     assert found["work"] == found["ways"]["two_d"]["work"]
     assert found["speedup"]["over_dense"].keys() == {"median", "min", "max"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "reason"),
+    [
+        ([], 2, "there are no rows"),
+        (['{"other": "x"}'], 2, "no row has a text; the first, row 1: "),
+        (['{"text": "good one."}', "not json"], 0, "1 rows have no text and are left out; the first, row 2: "),
+    ],
+)
+def test_rows_without_a_text_are_said(
+    classify: Invoke, tmp_path: Path, lines: list[str], code: int, reason: str
+) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    found, _, err = classify("bench", "b", "-i", rows)
+    assert found == code
+    assert reason in err
+
+
+def test_waiting_tokens_do_not_count_the_pass_itself() -> None:
+    method = figures(9.0, counts={"passes": 4, "pass_rows": 6})
+    trial = {**TRIAL, "contenders": {"dense": DENSE, "method": method}}
+    lines = list(bench_generation.page({**FOUND, "trials": [trial], "notes": []}))
+    assert "passes above an exit took along 0.5 waiting tokens on average, prompts of 128 tokens" in lines
+
+
+def test_no_column_has_another_ones_name() -> None:
+    head = bench_generation.table(FOUND)[0]
+    assert len(set(head)) == len(head)
 
 
 def test_rows_as_a_table_and_a_picture(classify: Invoke, reviews: Path, tmp_path: Path) -> None:

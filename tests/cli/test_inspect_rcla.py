@@ -36,6 +36,19 @@ def facts(**method: Any) -> dict[str, Any]:
     }
 
 
+def test_what_tune_chose_and_measured_is_said(adapt: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = {"tokens": 90, "text": "t.txt", "perplexity": 9.0, "dense_perplexity": 8.0, "kl": 0.1, "agreement": 0.9}
+    known = {**facts(), "quality": {**quality, "mean_depth": 2.0}}
+    monkeypatch.setattr(services, "describe", lambda *_, **__: known)
+    out = adapt("inspect", "b")[1]
+    assert "quality, measured at conversion on 90 tokens of t.txt" in out
+    assert "tuned" not in out
+    known["tuned"] = {"chosen": "4 dense", "goal": "max_loss", "limit": 0.05, "data": {"name": "t.txt"}}
+    out = adapt("inspect", "b")[1]
+    assert "quality, measured when it was tuned on 90 tokens of t.txt" in out
+    assert "tuned    4 dense, for max loss 0.05 on t.txt" in out
+
+
 def test_leaders_and_followers_are_drawn() -> None:
     assert list(layer_table(LAYERS)) == [
         "          1  dense + leader",

@@ -335,6 +335,53 @@ def test_resume(adapt: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert adapt("run", "b", "-i", rows, "-o", out, "--resume") == (3, "", "3 rows are there; nothing is left to do\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--temperature", "0.5"], "temperature 0.0, not 0.5"),
+        (["--max-tokens", "9"], "max_tokens 512, not 9"),
+        (["--seed", "3"], "seed unset, not 3"),
+        (["--stop", "x"], 'stop [], not ["x"]'),
+        (["--tau", "0.9"], 'tau unset, not "0.9"'),
+        (["--head-bits", "8"], 'head_bits "16", not "8"'),
+        (["--lossless"], 'lossless "False", not "True"'),
+        (["--system", "Be short."], 'system unset, not "Be short."'),
+        (["--raw"], "raw false, not true"),
+    ],
+)
+def test_resume_with_other_settings(adapt: Invoke, tmp_path: Path, options: list[str], what: str) -> None:
+    out, rows = tmp_path / "out.jsonl", source(tmp_path, "a\nDEFECT\n", "in.txt")
+    with pytest.raises(ZeroDivisionError):
+        adapt("run", "b", "-i", rows, "-o", out)
+    before = out.read_bytes()
+    code, _, err = adapt("run", "b", "-i", rows, "-o", out, "--resume", *options)
+    assert code == 2
+    assert err.startswith(f"adapt: error: {out} was begun with {what}. Give the settings of the first run, or ")
+    assert out.read_bytes() == before
+    with pytest.raises(ZeroDivisionError):  # the same settings, and others that change no answer, go on
+        adapt("run", "b", "-i", rows, "-o", out, "--resume", "--threads", "1", "--batch-size", "2")
+
+
+def test_resume_with_another_bundle_and_what_is_left_behind(adapt: Invoke, tmp_path: Path) -> None:
+    out, manifest = tmp_path / "out.csv", tmp_path / "b" / "adapt.json"
+    manifest.parent.mkdir()
+    manifest.write_text("{}", encoding="utf-8")
+    broken, rows = source(tmp_path, "a\nDEFECT\n", "in.txt"), source(tmp_path, "a\nb\n", "good.txt")
+    with pytest.raises(ZeroDivisionError):
+        adapt("run", manifest.parent, "-i", broken, "-o", out)
+    manifest.write_text('{"tuned": 1}', encoding="utf-8")
+    code, _, err = adapt("run", manifest.parent, "-i", rows, "-o", out, "--resume")
+    assert code == 2
+    assert "was begun with bundle " in err
+    manifest.write_text("{}", encoding="utf-8")
+    assert adapt("run", manifest.parent, "-i", rows, "-o", out, "--resume")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "good.txt", "in.txt", "out.csv"]
+    with pytest.raises(ZeroDivisionError):
+        adapt("run", manifest.parent, "-i", broken, "-o", out, "--force", "--temperature", "1")
+    assert adapt("run", manifest.parent, "-i", rows, "-o", out, "--force")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "good.txt", "in.txt", "out.csv"]
+
+
 def test_resume_of_another_input(adapt: Invoke, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     adapt("run", "b", "-i", source(tmp_path, "a\nb\n", "in.txt"), "-o", out)

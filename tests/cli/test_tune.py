@@ -93,6 +93,51 @@ def test_labelled_rows_have_a_table_of_their_own(adapt: Invoke, monkeypatch: pyt
     assert any(line.startswith("2d") and "0.9000" in line for line in out.splitlines())
 
 
+def test_what_was_not_measured_has_no_column_and_the_loss_its_name(
+    adapt: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """N-vium: growth of perplexity alone."""
+    frontier = [point("router bias +0", 1.5, 0.02), point("router bias +4", 2.5, 0.08)]
+    for one in frontier:
+        for half in ("chosen_on", "held_out"):
+            one[half] |= {"kl": None, "agreement": None}
+    found = {**FOUND, "method": "nvium", "chosen": "router bias +4", "frontier": frontier}
+    monkeypatch.setattr(services, "tune", lambda *_: found)
+    picture = tmp_path / "f.svg"
+    out = adapt("tune", "b", "--text", "t.txt", "--plot", picture)[1].splitlines()
+    assert out[0].split("  ")[0] == "setting"
+    assert "KL" not in out[0]
+    assert "same token" not in out[0]
+    assert out[1].split() == ["router", "bias", "+0", "2.0", "1.50", "1.00%", "1.10%"]
+    assert any("growth of perplexity, on the other half" in line for line in out)
+    assert "<!-- growth of perplexity -->" in picture.read_text("utf-8")
+
+
+@pytest.mark.parametrize(("limit", "said"), [(0.05, False), (0.016, True)])
+def test_a_loss_above_the_limit_on_the_other_half_is_said(
+    limit: float, said: bool, adapt: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "tune", lambda *_: {**FOUND, "limit": limit})
+    assert ("on the other half it loses 0.0165" in adapt("tune", "b", "--text", "t.txt")[1]) is said
+    row = {"accuracy": 0.9, "macro_f1": 0.89, "work": 0.4, "mean_layers": 3.0, "mean_sentences": 2.0}
+    ways = {"full": row, "2d": {**row, "accuracy": 0.86}}
+    found = {**FOUND, "goal": "max_drop", "limit": limit, "chosen": "2d", "frontier": [], "held_out": ways}
+    monkeypatch.setattr(services, "tune", lambda *_: found)
+    assert ("on the other half it loses 0.04" in adapt("tune", "b", "--labels", "rows.csv")[1]) is said
+
+
+def test_max_drop_is_one_option(adapt: Invoke) -> None:
+    helps = {tuple(_help_of("--max-drop", adapt(command, "--help")[1])) for command in ("run", "eval", "bench", "tune")}
+    assert len(helps) == 1
+
+
+def _help_of(option: str, page: str) -> list[str]:
+    lines = page.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.split()[:1] == [option])
+    others = (number for number, line in enumerate(lines[at + 1 :], at + 1) if not line.strip() or "--" in line)
+    return " ".join(lines[at : next(others)]).split()
+
+
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(adapt: Invoke, asked: list[dict[str, Any]]) -> None:
     code, _, err = adapt("tune", "b", "--text", "t.txt", "--plot", "frontier.bmp")
     assert code == 2

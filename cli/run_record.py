@@ -1,0 +1,55 @@
+"""What the rows of an output are made with, kept beside it until it is whole: `--resume` must not mix settings.
+
+Knows a file and JSON; no bundle and no rows. An output that is whole has no such file.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import UsageError
+from .writing import write_whole
+
+Settings = Mapping[str, object]
+"""Name, as people know it -> value, anything that JSON holds: what answers depend on."""
+
+
+def place(output: Path) -> Path:
+    """Return where the settings of `output` are kept."""
+    return output.with_name(f".{output.name}.adapt-run")
+
+
+def begin(output: Path, settings: Settings) -> None:
+    """Keep the settings before the first row is written; of an output that is no file there is nothing to resume."""
+    if settings and (output.is_file() or not output.exists()):
+        write_whole(place(output), json.dumps(settings, ensure_ascii=False) + "\n")
+
+
+def check(output: Path, settings: Settings) -> None:
+    """Refuse to go on with other settings than those kept; where none are kept there is nothing to compare.
+
+    Raises UsageError that names the first difference.
+    """
+    before = _read(place(output))
+    now = json.loads(json.dumps(settings))
+    for name in before if settings else ():
+        if before[name] != now.get(name):
+            what = f"{output} was begun with {name} {_said(before[name])}, not {_said(now.get(name))}"
+            raise UsageError(what, "Give the settings of the first run, or start again with --force")
+
+
+def end(output: Path) -> None:
+    """Forget the settings: the output is whole."""
+    place(output).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _said(value: object) -> str:
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
