@@ -31,17 +31,28 @@ class Compact:
     scales: Tensor  # bf16 where exact, else float32 [N, G]
     zeros: Tensor  # uint8 or as the scales [N, G]
 
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.data.shape[0]
+
     @classmethod
     def of(cls, matrix: Int4Matrix, device: torch.device) -> "Compact":
         """Keep the matrix on `device`; its groups must be consecutive."""
-        zeros = matrix.zeros if not matrix.float_zeros else _narrow(matrix.zeros)
-        tensors = (pack_pairs(matrix.codes), _narrow(matrix.scales), zeros)
+        zeros = matrix.zeros if not matrix.float_zeros else narrow(matrix.zeros)
+        tensors = (pack_pairs(matrix.codes), narrow(matrix.scales), zeros)
         return cls(*(tensor.to(device) for tensor in tensors))
 
     @property
     def nbytes(self) -> int:
         """Resident bytes."""
         return self.data.nbytes + self.scales.nbytes + self.zeros.nbytes
+
+    def matrix(self) -> Int4Matrix:
+        """The matrix again, to be kept in another form."""
+        codes = unpack_pairs(self.data)
+        zeros = self.zeros.float() if self.zeros.dtype.is_floating_point else self.zeros
+        return Int4Matrix(codes, self.scales.float(), zeros, codes.shape[1] // self.scales.shape[1])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """float32 [stop - start, K]."""
@@ -54,6 +65,11 @@ class Native:
     """The native kernel's tiles (docs/kernels.md), which can be read back."""
 
     packed: native.PackedInt4
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.packed.out_features
 
     @classmethod
     def of(cls, matrix: Int4Matrix) -> "Native":
@@ -106,6 +122,7 @@ def _dequantize(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return grouped.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(codes.shape)
 
 
-def _narrow(values: Tensor) -> Tensor:
+def narrow(values: Tensor) -> Tensor:
+    """The values in bf16 where that is exact, else in float32."""
     narrow = values.bfloat16()
     return narrow if torch.equal(narrow.float(), values.float()) else values.float()

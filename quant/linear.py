@@ -3,7 +3,6 @@
 Knows no models and no files. The path is decided when a linear is made or first used, not per call.
 """
 
-import platform
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,7 +14,18 @@ from .forms import ATEN_GROUPS, Compact, Native, Rows, aten_scales
 from .joining import fusable, fuse, sort_groups
 from .kernels import native
 from .layout import Int4Matrix
-from .probe import Kernel, Kernels, aten_product, aten_weight, inner_k_tiles, probe
+from .planes import Planes
+from .probe import (
+    TRITON_ROWS,
+    Kernel,
+    Kernels,
+    aten_product,
+    aten_weight,
+    inner_k_tiles,
+    needs_fp32,
+    probe,
+    triton_works,
+)
 
 __all__ = ["DenseGroup", "DenseLinear", "Int4Linear", "Kernels", "Linear", "needs_fp32", "probe"]
 
@@ -133,7 +143,8 @@ class Int4Linear:
         self._device, self._dtype = torch.device(device), dtype
         self._bias = None if bias is None else bias.to(self._device, dtype).contiguous()
         self._matrices: Sequence[Int4Matrix] = tuple(matrices)
-        self._kept: list[Tensor | Compact | Native | Int4Linear] = []
+        self._kept: list[Tensor | Compact | Native | Planes | Int4Linear] = []
+        self._order: Tensor | None = None
         self._product: Product = self._first
 
     @property
@@ -153,6 +164,23 @@ class Int4Linear:
             self._product = self._plan()
             self._matrices = ()
 
+    def planes(self) -> "list[tuple[Planes, Tensor | None]]":
+        """The matrices as planes in the order of their outputs, each with the order of its inputs where it is another.
+
+        From now on they are kept so and in no other form, and this linear's own products are the Triton ones.
+        """
+        if not (self._matrices and fusable(self._matrices)):
+            self.prepare()
+        parts = [kept for kept in self._kept if isinstance(kept, Int4Linear)]
+        if parts:
+            return [pair for part in parts for pair in part.planes()]
+        if not any(isinstance(kept, Planes) for kept in self._kept):
+            compact = [kept for kept in self._kept if isinstance(kept, Compact)]
+            matrix = compact[0].matrix() if compact else self._sorted()
+            self._kept, self._matrices = [] if self._order is None else [self._order], ()
+            self._product = self._by_planes(matrix)
+        return [(kept, self._order) for kept in self._kept if isinstance(kept, Planes)]
+
     def _first(self, x: Tensor) -> Tensor:
         self.prepare()
         return self._product(x)
@@ -160,14 +188,16 @@ class Int4Linear:
     def _plan(self) -> Product:
         if not fusable(self._matrices):
             return self._side_by_side()
+        return self._plan_matrix(self._sorted())
+
+    def _sorted(self) -> Int4Matrix:
+        """All matrices as one whose groups are consecutive; `_order` is the order of its inputs, if another."""
         matrix = fuse(self._matrices)
-        if matrix.g_idx is None:
-            return self._plan_matrix(matrix)
-        matrix, order = sort_groups(matrix)
-        order = order.to(self._device)
-        self._kept.append(order)
-        product = self._plan_matrix(matrix)
-        return lambda x: product(x.index_select(-1, order))
+        if matrix.g_idx is not None:
+            matrix, order = sort_groups(matrix)
+            self._order = order.to(self._device)
+            self._kept.append(self._order)
+        return matrix
 
     def _side_by_side(self) -> Product:
         """One product per matrix, where they group their inputs differently."""
@@ -187,20 +217,36 @@ class Int4Linear:
         """The product for few rows, where the matrix fits its kernel, and for many."""
         kernels = probe(self._device)
         kernel = kernels.few
-        if kernel is None or self._dtype is not torch.bfloat16 or not fits(kernel, matrix):
-            form = Compact.of(matrix, self._device)
-            self._kept.append(form)
-            return self._many(form)
-        if kernel == "native":
-            form = Native.of(matrix)
-            few = self._native(form)
-        else:
-            form = Compact.of(matrix, self._device)
-            few = self._aten(kernel, matrix)
+        fit = kernel is not None and self._dtype is torch.bfloat16 and fits(kernel, matrix)
+        if kernel == "triton" or (not fit and triton_works(self._device)):
+            return self._by_planes(matrix)
+        form = Native.of(matrix) if fit and kernel == "native" else Compact.of(matrix, self._device)
         self._kept.append(form)
-        many = self._many(form)
+        many = self._in_order(self._many(form))
+        if kernel is None or not fit:
+            return many
+        few = self._in_order(self._native(form) if isinstance(form, Native) else self._aten(kernel, matrix))
         elements = kernels.max_rows * self.in_features
         return lambda x: few(x) if 0 < x.numel() <= elements else many(x)
+
+    def _by_planes(self, matrix: Int4Matrix) -> Product:
+        from .gpu.products import int4_product  # noqa: PLC0415 - Triton, only where there is a GPU
+
+        form, order, bias, K = Planes.of(matrix, self._device), self._order, self._bias, self.in_features
+        self._kept.append(form)
+        many, elements = self._in_order(self._many(form)), TRITON_ROWS * K
+
+        def product(x: Tensor) -> Tensor:
+            if not 0 < x.numel() <= elements:
+                return many(x)
+            return int4_product(x.reshape(-1, K), form, bias=bias, order=order).view(*x.shape[:-1], -1)
+
+        return product
+
+    def _in_order(self, product: Product) -> Product:
+        """The product of a matrix whose inputs were sorted."""
+        order = self._order
+        return product if order is None else lambda x: product(x.index_select(-1, order))
 
     def _native(self, form: Native) -> Product:
         packed, bias, K, N = form.packed, self._bias, self.in_features, self.out_features
@@ -222,8 +268,8 @@ class Int4Linear:
 
         return product
 
-    def _many(self, form: Compact | Native) -> Product:
-        N, bias = (form.packed.out_features if isinstance(form, Native) else form.data.shape[0]), self._bias
+    def _many(self, form: Compact | Native | Planes) -> Product:
+        N, bias = form.out_features, self._bias
         compute = torch.float32 if needs_fp32(self._device, self._dtype) else self._dtype
         return lambda x: chunked_linear(x, form, N, bias, compute)
 
@@ -249,21 +295,3 @@ def fits(kernel: Kernel, matrix: Int4Matrix) -> bool:
     if kernel == "native":
         return native.can_pack(K, matrix.group_size)
     return matrix.group_size in ATEN_GROUPS and N % 16 == 0 and (kernel == "aten_cpu" or inner_k_tiles(K) > 0)
-
-
-def needs_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether many rows are multiplied faster in fp32: half-precision weights on a CPU without such arithmetic."""
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    name = "bf16" if dtype is torch.bfloat16 else "fp16"
-    onednn = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
-    if onednn is None or not onednn():
-        return True
-    # oneDNN also says yes where AVX-512 only emulates the arithmetic.
-    return platform.machine() in ("x86_64", "AMD64") and not any(probe() for probe in _arithmetic_probes(dtype))
-
-
-def _arithmetic_probes(dtype: torch.dtype) -> list[Callable[[], bool]]:
-    bf16 = dtype is torch.bfloat16
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if bf16 else ("_is_amx_fp16_supported",)
-    return [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
