@@ -9,7 +9,7 @@ import typer
 
 from . import services
 from .charts import scatter
-from .classification import MaxDrop
+from .classification import MaxDrop, refuse
 from .console import make_reporter
 from .frontier_picture import save_frontier
 from .groups import Group
@@ -141,6 +141,10 @@ def command(
     the other half. What was measured is stored too: another goal is answered at once, and so is the same one.
     """
     where.check()
+    if measured["text"] is not None:
+        refuse(ctx, ("field", "label_field", "limit"), "is for --labels")
+    if measured["labels"] is not None:
+        refuse(ctx, ("limit_tokens", "resident"), "is for --text")
     reporter = make_reporter(ctx.obj)
     values = {**measured, **wanted, "store": not dry_run, "again": again}
     found = services.tune(bundle, values, opening, reporter)

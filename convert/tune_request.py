@@ -54,7 +54,7 @@ class TuneRequest:
         if self.limit_tokens < 1 or (self.limit is not None and self.limit < 1):
             raise UsageError("the limit is not positive", "Give --limit-tokens or --limit 1 or more")
         if any(value is not None and not (0 <= value < math.inf) for value in goals.values()):
-            raise UsageError(f"{given[0]} {goals[given[0]]} is not possible", "Give a number from 0 on")
+            raise UsageError(f"{given[0]} {goals[given[0]]:g} is not possible", "Give a number from 0 on")
         wrong = "--max-drop" if self.text is not None else "--max-loss"
         if goals[wrong] is not None:
             raise UsageError(f"{wrong} is for {'--labels' if self.text else '--text'}", "Leave it out")

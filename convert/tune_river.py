@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import FormatError
+from ..errors import FormatError, UsageError
 from ..runtime.block_speed import CONTEXT, TOKENS, measure_blocks, measure_greedy
 from ..runtime.bundle import Bundle
 from ..runtime.decoder import load_frame
@@ -37,11 +37,10 @@ MAX_LOSS = 0.1
 
 
 def tune_river(bundle: Bundle, river: River, request: TuneRequest, reporter: Reporter) -> Outcome:
-    """Measure, choose and store. Raises UsageError as `read_halves` and `choose`."""
+    """Measure, choose and store. Raises UsageError as `read_halves` and `choose`, and for a wrong number of blocks."""
     arch, tokenizer = bundle.architecture, Tokenizer.load(bundle.path)
+    river = _keeping(river, request.options.resident, arch.num_layers)
     halves = read_halves(request, tokenizer, max_positions=arch.max_positions, vocab_size=arch.vocab_size)
-    if request.options.resident is not None:
-        river = River.model_validate({**river.model_dump(), "resident": request.options.resident})
     known = _fingerprint(bundle, river, halves, request)
     before = still_valid(bundle, known, request, reporter)
     if before is None:
@@ -67,6 +66,16 @@ def tune_river(bundle: Bundle, river: River, request: TuneRequest, reporter: Rep
     _say_lossless(tuned, point, river, arch.num_layers, reporter)
     stored = request.store and _store(bundle, river, tuned, point, reporter)
     return Outcome(tuned, measured=before is None, stored=stored)
+
+
+def _keeping(river: River, resident: int | None, layers: int) -> River:
+    """Return the settings with so many resident blocks, where a number was asked for."""
+    if resident is None:
+        return river
+    if not river.entry_layer - 1 <= resident <= layers:
+        hint = f"Give --resident {river.entry_layer - 1} to {layers}"
+        raise UsageError(f"{resident} resident blocks are not possible", hint)
+    return River.model_validate({**river.model_dump(), "resident": resident})
 
 
 def _say_lossless(tuned: Tuned, point: TunedPoint, river: River, layers: int, reporter: Reporter) -> None:

@@ -145,6 +145,19 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(adapt: Invoke
     assert not asked
 
 
+@pytest.mark.parametrize(
+    ("data", "option"),
+    [("--text", option) for option in ("--field", "--label-field", "--limit")]
+    + [("--labels", option) for option in ("--limit-tokens", "--resident")],
+)
+def test_what_would_change_nothing_is_refused(
+    data: str, option: str, adapt: Invoke, asked: list[dict[str, Any]]
+) -> None:
+    code, _, err = adapt("tune", "b", data, "rows.csv", option, "200")
+    assert (code, asked) == (2, [])
+    assert f"{option} is for --" in err
+
+
 def test_something_must_be_given(adapt: Invoke) -> None:
     code, _, err = adapt("tune", "b")
     assert code == 2

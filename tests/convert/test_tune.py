@@ -17,7 +17,7 @@ from adapt_llm.convert.tune import tune
 from adapt_llm.convert.tune_goal import choose
 from adapt_llm.convert.tune_request import TuneRequest
 from adapt_llm.convert.tune_text import read_halves
-from adapt_llm.errors import ResourceError, UnsupportedError, UsageError
+from adapt_llm.errors import AdaptError, FormatError, ResourceError, UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.loading import load_river, river_route
 from adapt_llm.runtime.manifest import MANIFEST_NAME
@@ -233,6 +233,29 @@ def test_stopped_while_writing_the_old_manifest_stays(request_for, monkeypatch: 
     assert (request.bundle / MANIFEST_NAME).read_bytes() == before
 
 
+def test_blocks_that_there_are_not_are_refused_before_anything_is_measured(request_for, no_measuring) -> None:
+    no_measuring()
+    with pytest.raises(UsageError, match="--resident 1 to 4"):
+        tune(request_for(options=replace(FP32, resident=5)), SilentReporter())
+
+
+@pytest.mark.parametrize("goal", ["max_loss", "min_speed", "max_drop"])
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_a_goal_that_is_no_number_is_refused(goal: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not possible"):
+        TuneRequest(tmp_path, text=tmp_path / "t.txt", **{goal: value})
+
+
+@pytest.mark.parametrize(("data", "error", "hint"), [(None, UsageError, "--text"), (b"\xff\xfe", FormatError, "UTF-8")])
+def test_a_text_that_cannot_be_read(
+    request_for, tmp_path: Path, data: bytes | None, error: type[AdaptError], hint: str
+) -> None:
+    if data is not None:
+        (tmp_path / "t.txt").write_bytes(data)
+    with pytest.raises(error, match=hint):
+        tune(request_for(text=tmp_path / "t.txt"), SilentReporter())
+
+
 def test_a_bundle_that_keeps_few_blocks_is_tuned_for_them(request_for) -> None:
     request = request_for(options=replace(FP32, resident=2), max_loss=1e9)
     found = tune(request, SilentReporter()).tuned
@@ -302,7 +325,7 @@ def test_the_speed_of_a_setting_follows_from_its_blocks() -> None:
         ({"labels": Path("rows.jsonl")}, "exclude each other"),
         ({"min_speed": 1.5}, "exclude each other"),
         ({"max_loss": None, "max_drop": 0.1}, "--max-drop is for --labels"),
-        ({"max_loss": -1.0}, "negative"),
+        ({"max_loss": -1.0}, "--max-loss -1 is not possible"),
     ],
 )
 def test_requests_that_make_no_sense(fields: dict[str, object], message: str, request_for) -> None:
@@ -317,7 +340,7 @@ def test_what_cannot_be_tuned_says_so(request_for, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too short"):
         tune(replace(request, text=short), SilentReporter())
     (tmp_path / "latin.txt").write_bytes(b"\xe9" * 1000)
-    with pytest.raises(UsageError, match="UTF-8"):
+    with pytest.raises(FormatError, match="UTF-8"):
         tune(replace(request, text=tmp_path / "latin.txt"), SilentReporter())
     with pytest.raises(UsageError, match="has no labels"):
         tune(replace(request, text=None, labels=short, max_loss=None), SilentReporter())

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from adapt_llm.convert import tune_nvium
 from adapt_llm.convert.nvium import build, plan
+from adapt_llm.convert.nvium_judge import Measured
 from adapt_llm.convert.nvium_request import NviumSettings
 from adapt_llm.convert.request import ConvertRequest
 from adapt_llm.convert.tune import tune
@@ -50,6 +52,17 @@ def settings_in(folder: Path) -> Nvium:
     found = Bundle.open(folder).manifest.method(Nvium)
     assert found is not None
     return found
+
+
+def test_loss_counts_from_the_better_of_mixture_and_last_exit(request_for) -> None:
+    for point in tune(request_for(store=False), SilentReporter()).tuned.frontier:
+        plain = point.settings["router_bias"] == 0
+        assert point.chosen_on.loss >= 0 or not plain, "the mixture as it was trained is never a gain"
+    measured = Measured(10, 20.0, 50.0, (60.0, 50.0), (0.5, 0.5), 0.6, 0.1, 0.5)
+    assert tune_nvium._figures((0.0, 0.6, 20.0), measured, 4).loss == 0
+    assert tune_nvium._figures((4.0, 0.3, 24.0), measured, 4).loss == pytest.approx(0.2)
+    frozen = replace(measured, dense_perplexity=10.0)
+    assert tune_nvium._figures((0.0, 0.6, 20.0), frozen, 4).loss == pytest.approx(1.0)
 
 
 def test_a_bias_is_chosen_stored_and_run(request_for, original: Path) -> None:

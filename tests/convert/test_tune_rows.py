@@ -109,6 +109,11 @@ def test_the_same_again_measures_nothing(request_for) -> None:
     assert (again.measured, again.stored) == (False, False)
     assert tune(request_for(seed=1), SilentReporter()).measured
     assert tune(request_for(max_drop=0.2, store=False), SilentReporter()).measured
+    lines = request_for().labels.read_text("utf-8").splitlines()
+    both = "".join(json.dumps({**json.loads(line), "mine": "good"}) + "\n" for line in lines)
+    request_for().labels.write_text(both, encoding="utf-8")
+    tune(request_for(), SilentReporter())
+    assert tune(request_for(label_field="mine", store=False), SilentReporter()).measured, "other labels"
 
 
 def test_what_does_not_fit_is_refused(request_for, tmp_path: Path) -> None:
