@@ -4,7 +4,7 @@ Pieces of some thousand tokens each, mapped into memory when read: the states at
 which nothing changes, gives the targets. Knows blocks, batches and the work folder; no manifest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -30,7 +30,7 @@ from .writer import write_piece
 
 PIECE_TOKENS = 4096
 """Tokens of a piece, about: what a kill costs at most."""
-_STATES, _TARGETS, _LAST, _COUNTS = "states", "targets", "last", "counts"
+_STATES, _TARGETS, _LAST, _COUNTS, _ENDS = "states", "targets", "last", "counts", "ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class States:
     """Stored sequences, some side by side as a batch. A `training.Sampled`."""
 
     def __init__(self, pieces: Sequence[Path]) -> None:
+        self._paths = tuple(pieces)
         self._spans: list[tuple[int, int, int]] = []  # piece, first token, tokens
         self._pieces: list[dict[str, Tensor]] = []
         for number, path in enumerate(pieces):
@@ -100,6 +101,17 @@ class States:
 
     def __len__(self) -> int:
         return len(self._spans)
+
+    def ends(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The states at the junctions [N - 1, R, hidden] and what the last exit gives the head [R, hidden].
+
+        Of the first pieces, which have it.
+        """
+        for tensors, path in zip(self._pieces, self._paths, strict=True):
+            with safe_open(path, framework="pt") as file:
+                if _ENDS not in file.keys():  # noqa: SIM118 - no mapping
+                    return
+                yield tensors[_STATES], file.get_tensor(_ENDS)
 
     def batch(self, indices: Sequence[int]) -> StateBatch:
         """See `training.Sampled`."""
@@ -119,11 +131,13 @@ class StateWriter:
     """Texts through a frozen backbone. `points`: blocks before each junction.
 
     together: pieces that climb at once; more than one where blocks are not kept, so that each is read less often.
+    ends: tokens at least (or all) of which `States.ends` can be asked.
     """
 
     frame: Decoder
     points: tuple[int, ...]
     together: int = 1
+    ends: int = 0
 
     def write(self, work: Workspace, data: Sequences, chosen: Sequence[int], reporter: Reporter) -> States:
         """Store the sequences `chosen` of `data`, in this order; pieces that are there already are skipped.
@@ -140,7 +154,9 @@ class StateWriter:
                 group = missing[begin : begin + self.together]
                 batches = [data.batch(list(chosen[number * size : (number + 1) * size])) for number in group]
                 for number, tensors in zip(group, self._read(batches), strict=True):
-                    write_piece(work, _name(number), tensors)
+                    spared = () if number * size * data.length < self.ends else (_ENDS,)
+                    kept = {name: tensor for name, tensor in tensors.items() if name not in spared}
+                    write_piece(work, _name(number), kept)
                 task.advance(len(group))
         return States([work.piece(_name(number)) for number in range(count)])
 
@@ -151,25 +167,26 @@ class StateWriter:
         stored: list[dict[str, Tensor]] = []
         for batch, (*early, end) in zip(batches, found, strict=True):
             counted = batch.targets != IGNORED
-            targets = batch.targets[counted]
+            targets, end = batch.targets[counted], self.frame.final_norm(end)  # noqa: PLW2901 - what its head sees
             stored.append(
                 {
                     _STATES: torch.stack([h.to("cpu", torch.bfloat16) for h in early]),
                     _TARGETS: targets.int(),
                     _LAST: _likelihoods(self.frame, end, targets.to(end.device)).cpu(),
                     _COUNTS: counted.sum(1).int(),
+                    _ENDS: end.to("cpu", torch.bfloat16),
                 }
             )
         return stored
 
 
-def _likelihoods(frame: Decoder, h: Tensor, targets: Tensor) -> Tensor:
-    """Log-likelihoods [R] of the targets [R] behind the last block, h [R, hidden]; float32."""
+def _likelihoods(frame: Decoder, x: Tensor, targets: Tensor) -> Tensor:
+    """Log-likelihoods [R] of the targets [R] where the head multiplies x [R, hidden]; float32."""
     step = max(1, LOGIT_BYTES // (4 * frame.arch.vocab_size))
-    parts = zip(h.split(step), targets.split(step), strict=True)
-    return torch.cat([-cross_entropy(frame.logits(some), wanted, reduction="none") for some, wanted in parts])
+    parts = zip(x.split(step), targets.split(step), strict=True)
+    return torch.cat([-cross_entropy(frame.scores(some), wanted, reduction="none") for some, wanted in parts])
 
 
 def _name(number: int) -> str:
     """Of a piece in the work folder."""
-    return f"states-{number:05d}.safetensors"
+    return f"exits-{number:05d}.safetensors"

@@ -16,6 +16,7 @@ from ..runtime.methods import River
 from ..runtime.piggyback import segments
 from ..runtime.progress import Reporter
 from ..runtime.quality import LOGIT_BYTES
+from .exit_fit import fit_tokens
 from .frozen_blocks import reading_memory
 from .loop_training import LoopTraining
 from .nvium_model import depths_of
@@ -33,6 +34,8 @@ _READINGS = 8
 _TOKEN_CHARACTERS = 4
 _STATE = 2
 """Bytes of a number in a stored state (bf16)."""
+_FIT = 8
+"""Bytes of a number in the fit of the exits; beside its moments some ten matrices are in memory."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ class Plan(LoopTraining[NviumSettings]):
     @property
     def feature_bytes(self) -> int:
         """Bytes of the stored states, estimated."""
-        return self.feature_tokens * (len(self.points) * self.arch.hidden_size * _STATE + 2 * _FLOAT)
+        hidden = self.arch.hidden_size
+        fitted = min(self.feature_tokens, fit_tokens(hidden)) * hidden * _STATE
+        return self.feature_tokens * (len(self.points) * hidden * _STATE + 2 * _FLOAT) + fitted
 
     @property
     def disk(self) -> int:
@@ -119,7 +124,8 @@ class Plan(LoopTraining[NviumSettings]):
         head = _FLOAT * arch.vocab_size * arch.hidden_size
         if not self.trains_backbone:
             training = junctions + 2 * head + 3 * LOGIT_BYTES
-            return PROGRAM_BYTES + max(reading_memory(self.opened), training)
+            fit = junctions + head + _FIT * (2 * len(self.points) + 10) * arch.hidden_size**2
+            return PROGRAM_BYTES + max(reading_memory(self.opened), training, fit)
         length = self.settings.sequence_length
         backbone = plan_memory(
             arch,

@@ -16,6 +16,7 @@ from ..runtime.junctions import start
 from ..runtime.progress import Reporter, SilentReporter
 from .data import TrainingData
 from .depth_control import DepthControl
+from .exit_fit import fit_exits, fit_tokens
 from .frozen_blocks import frozen_frame, keeps_blocks, reading_dtype
 from .junction_training import JunctionModel, StateWriter
 from .loop_training import prepare
@@ -26,9 +27,10 @@ from .sequences import Order
 from .trainable import Trainable
 from .training import Sampled, next_token, train
 from .workspace import Workspace
+from .writer import read_piece, write_piece
 
-TRAINED = "trained.safetensors"
-"""The piece of the work folder that holds the trained backbone."""
+TRAINED, FITTED = "trained.safetensors", "fitted-junctions.safetensors"
+"""The pieces of the work folder that hold the trained backbone, and junctions that are not trained yet."""
 
 
 PIECES_TOGETHER = 8
@@ -93,12 +95,16 @@ class Trainer:
         together = 1 if keeps_blocks(plan.arch, dtype, plan.device) else PIECES_TOGETHER
         order = Order(len(data.train), settings.seed)
         chosen = order.take(0, min(len(data.train), settings.steps * settings.batch_size))
-        states = StateWriter(frame, plan.points, together).write(work, data.train, chosen, reporter)
+        writer = StateWriter(frame, plan.points, together, fit_tokens(plan.arch.hidden_size))
+        states = writer.write(work, data.train, chosen, reporter)
         if not isinstance(frame.head, DenseLinear):
             raise TypeError("the head of a frozen backbone is dense")
         head = frame.head.weight.to(torch.bfloat16 if plan.precision == "bf16" else torch.float32)
         del frame  # its blocks are done
-        model = JunctionModel(plan.arch, plan.points, started(plan), head, device=plan.device)
+        if not work.has(FITTED):
+            reporter.note("Fit the exits to the last one")
+            write_piece(work, FITTED, fit_exits(started(plan), states.ends(), head, plan.arch.norm_eps))
+        model = JunctionModel(plan.arch, plan.points, read_piece(work, FITTED), head, device=plan.device)
         run = self._mixture(model, states, key_of(plan, data), reporter)
         return model.junction_tensors(), run
 

@@ -27,12 +27,14 @@ from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.errors import UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.dense import Dense
+from adapt_llm.runtime.junctions import Junctions, start
 from adapt_llm.runtime.methods import Nvium
 from adapt_llm.runtime.models import load_model, self_check
 from adapt_llm.runtime.nvium import Nvium as NviumModel
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.store import open_safetensors
+from adapt_llm.runtime.text import Tokenizer
 from adapt_llm.runtime.verify import verify
 
 FP32 = SessionOptions(dtype="fp32", device="cpu")
@@ -159,6 +161,18 @@ def test_a_frozen_backbone_stays_as_it_came_and_dense_without_early_mass(
     with torch.inference_mode():
         wanted = dense.score(ids, dense.new_cache(1, 20)).log_softmax(-1)
         torch.testing.assert_close(model.score(ids, model.new_cache(1, 20)), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_exits_beside_a_frozen_backbone_begin_as_a_map_to_the_last_one(request_for, text: Path) -> None:
+    path = convert(request_for("untaught", steps=8, learning_rate=1e-6))
+    model = load_model(Bundle.open(path), FP32)
+    assert isinstance(model, NviumModel)
+    ids = Tokenizer.load(path).encode(text.read_text(encoding="utf-8")[:400])[:100]
+    arch, norm = model.decoder.arch, Bundle.open(path).backbone.read("model.norm.weight")
+    copied = NviumModel(model.decoder, Junctions.of(arch, (2,), start(arch, (2,), norm, 0)))
+    with torch.inference_mode():
+        (early, last), (plain, _) = (each.read(torch.tensor([ids])).states for each in (model, copied))
+    assert float((early - last).square().sum()) < 0.6 * float((plain - last).square().sum())
 
 
 @pytest.mark.parametrize("trained", ["all", "scratch"])
