@@ -38,7 +38,8 @@ class Moments:
     @classmethod
     def empty(cls, hidden: int) -> "Moments":
         """Of no tokens."""
-        return cls(*(torch.zeros(hidden, hidden, dtype=torch.float64) for _ in range(2)))
+        squares, products = torch.zeros(2, hidden, hidden, dtype=torch.float64).unbind()
+        return cls(squares, products)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Count tokens: x and y [R, d], float32."""
