@@ -66,12 +66,13 @@ def suitable_batch(model: BatchModel, context_size: int) -> int:
     has room for more. Keys and values of rows of `context_size` tokens may take half the memory that is free.
     """
     probe = model.new_cache(1, 1)
-    free = _free_memory(probe.device)
+    free = free_memory(probe.device)
     fitting = free // (2 * probe.nbytes * context_size)
     return max(1, min(CPU_ROWS if probe.device.type == "cpu" else GPU_ROWS, fitting))
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory that nobody uses."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

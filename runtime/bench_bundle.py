@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..quant.int8 import Int8Linear
 from .architecture import architecture_of
 from .bench import Contender
-from .bench_lanes import PASSAGE, Prompt, lane, make_rows
+from .bench_lanes import PASSAGE, Prompt, check_room, lane, make_rows
 from .bundle import Bundle
 from .decoder import Decoder, load_decoder
 from .dense import Dense
@@ -116,6 +116,11 @@ class Field:
     def _has_twin(self) -> bool:
         manifest = self.bundle.manifest
         return manifest.method(Rcla) is None or manifest.method(RiverSettings) is not None
+
+    def check_room(self) -> None:
+        """Raise ResourceError where the largest trial has no room, before a smaller one is measured for nothing."""
+        most = max(self.options.contexts) + self.options.tokens + 1
+        check_room(self.model("method"), max(self.options.rows), most)
 
     def contender(self, name: Name, context: int, rows: int) -> Contender:
         """Make one contender for one prompt."""

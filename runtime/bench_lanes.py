@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import UsageError
-from .batch import BatchModel
+from ..errors import ResourceError, UsageError
+from .batch import BatchModel, free_memory
 from .bench import Contender, Lap
 from .generate import Model, PromptCache, StepOutput, generate
 from .sampling import Sampler, Sampling
@@ -57,6 +57,21 @@ def make_rows(tokenizer: Tokenizer, text: str, context: int, rows: int) -> tuple
     long = body * (context // len(body) + 2)
     starts = [row * len(body) // rows for row in range(rows)]
     return tuple(tuple([*before, *long[start : start + context]][:context]) for start in starts)
+
+
+def check_room(model: Model, rows: int, capacity: int) -> None:
+    """Refuse more keys and values than there is memory for, which a system may answer by killing any process.
+
+    Raises ResourceError. `capacity`: tokens of each row.
+    """
+    if not isinstance(model, BatchModel):
+        return  # `lane` says so
+    probe = model.new_cache(1, 1)
+    need, free = probe.nbytes * rows * capacity, free_memory(probe.device)
+    if need > free:
+        sizes = f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+        what = f"Keys and values of {rows} texts of {capacity} tokens take {sizes}"
+        raise ResourceError(what, "Give a smaller --batch-size or --context.")
 
 
 def lane(name: str, model: Model, tokenizer: Tokenizer, prompt: Prompt) -> Contender:

@@ -38,6 +38,7 @@ def bench(
     threads = set_threads(options.session.threads)
     field = Field(path, options, reporter)
     field.model("method")  # first: the dense twin may share its weights
+    field.check_room()
     reader = reader or MemoryReader(resolve_device(options.session.device))
     trials = [_trial(field, context, rows, reader, reporter) for context in options.contexts for rows in options.rows]
     first = trials[0]["contenders"]
