@@ -59,15 +59,16 @@ class CosineExit:
 
     def leaves(self, layer: int, before: Tensor, after: Tensor) -> Tensor:
         """See `ExitPolicy.leaves`."""
-        if not self._asks(layer):
+        if not self.asks(layer):
             return torch.zeros(after.shape[:-1], dtype=torch.bool, device=after.device)
         return cosine(before, after) > self.thresholds[layer - 1]
 
     def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
         """See `ExitPolicy.all_leave`."""
-        return self._asks(layer) and bool(cosine(before, after).min() > self.thresholds[layer - 1])
+        return self.asks(layer) and bool(cosine(before, after).min() > self.thresholds[layer - 1])
 
-    def _asks(self, layer: int) -> bool:
+    def asks(self, layer: int) -> bool:
+        """Whether any token can leave after block `layer` by this rule."""
         return layer >= self.entry_layer - 1 and self.thresholds[layer - 1] < 1
 
 

@@ -41,7 +41,7 @@ class River:
     ) -> None:
         self.decoder = decoder
         self.exits = exits
-        self.policy, self.held = policy, held
+        self.policy, self.held, self.dense_prefill = policy, held, dense_prefill
         count = decoder.arch.num_layers
         self.deepest = count if resident is None else min(resident, count)
         self._prefill_policy: ExitPolicy = FixedExit(self.deepest) if dense_prefill else policy

@@ -177,6 +177,14 @@ _RULES = {
 }
 
 
+def tabulate(spec: RopeSpec, positions: Tensor, length: int) -> Tensor:
+    """Cosine and signed sine [2, n, rotary_dim] of `positions` [n] in a sequence of `length`, float32; see `Rotary`."""
+    frequencies, scale = inverse_frequencies(spec, length)
+    angles = positions.float()[:, None] * frequencies
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+
+
 class Rotary:
     """Cosines and signed sines of one RopeSpec by position, tabulated once and grown on demand.
 
@@ -219,8 +227,4 @@ class Rotary:
 
     @torch.inference_mode(mode=False)  # the table is kept: a pass that trains may use it after one that did not
     def _compute(self, count: int, length: int) -> Tensor:
-        frequencies, scale = inverse_frequencies(self.spec, length)
-        angles = torch.arange(count, dtype=torch.float32)[:, None] * frequencies
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
-        return table.to(device=self._device, dtype=self._dtype)
+        return tabulate(self.spec, torch.arange(count), length).to(device=self._device, dtype=self._dtype)
