@@ -128,9 +128,9 @@ def test_fields_limit_and_tables(classify: Invoke, opened: Any, tmp_path: Path) 
         (["--labels", "no.jsonl"], "no.jsonl: no such file"),
         (["--labels", "-"], "labelled rows come from a file, not from stdin. Save them first: they are read twice"),
         (["--labels", "a", "--limit-tokens", "5"], "--limit-tokens is for --text. Leave it out"),
-        (["--labels", "a", "--tau", "0.5"], "--tau is for --text and --tasks and --prompts. Leave it out"),
+        (["--labels", "a", "--tau", "0.5"], "--tau is for --text, --tasks and --prompts. Leave it out"),
         (["--text", "a", "--max-drop", "0.5"], "--max-drop is for --labels. Leave it out"),
-        (["--text", "a", "--limit", "5"], "--limit is for --labels and --tasks and --prompts. Leave it out"),
+        (["--text", "a", "--limit", "5"], "--limit is for --labels, --tasks and --prompts. Leave it out"),
         (["--labels", "a", "--plot", "p.jpeg"], "p.jpeg: pictures are .png, .pdf, .svg. Give a name that ends so"),
         (
             ["--labels", "a", "--max-drop", "0.1", "--threshold", "0,1"],

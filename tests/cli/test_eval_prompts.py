@@ -110,8 +110,8 @@ def test_a_prompt_that_fails_is_a_row(adapt: Invoke, tmp_path: Path) -> None:
     ("args", "line"),
     [
         (["--prompts", "no.jsonl"], "no.jsonl: no such file"),
-        (["--prompts", "p.jsonl", "--json"], "--json is for --text and --labels and --tasks. Leave it out"),
-        (["--prompts", "p.jsonl", "--report", "r.md"], "--report is for --text and --labels and --tasks. Leave it out"),
+        (["--prompts", "p.jsonl", "--json"], "--json is for --text, --labels and --tasks. Leave it out"),
+        (["--prompts", "p.jsonl", "--report", "r.md"], "--report is for --text, --labels and --tasks. Leave it out"),
         (["--prompts", "p.jsonl", "--system", "s"], "A system text needs a chat template. Add --apply-chat-template"),
         (["--text", "t", "--samples", "2"], "--samples is for --prompts. Leave it out"),
     ],
