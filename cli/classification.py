@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OPENING = (
     *("ctx_size", "gpu_memory", "resident", "offload", "tau", "prefill", "chat_template", "head_bits"),
-    *("lossless", "draft", "per_exit_truncation", "piggyback", "max_deferred"),
+    *("lossless", "draft", "per_exit_truncation", "piggyback", "max_deferred", "cuda_graphs"),
 )
 """Parameters of opening a bundle that mean nothing to one that classifies."""
 GENERATION = (

@@ -26,9 +26,9 @@ def make_reporter(state: State) -> Reporter:
     if state.quiet:
         inner: Reporter = SilentReporter()
     elif state.progress and sys.stderr.isatty():
-        inner = BarReporter()
+        inner = BarReporter(verbose=state.verbose)
     else:
-        inner = PlainReporter(progress=state.progress)
+        inner = PlainReporter(progress=state.progress, verbose=state.verbose)
     return inner if state.log_file is None else LogReporter(inner, state.log_file)
 
 
@@ -42,8 +42,8 @@ def stderr_console() -> "Console":
 class PlainReporter:
     """Lines: notices as they come, progress at most every `PLAIN_INTERVAL` seconds."""
 
-    def __init__(self, *, progress: bool = True) -> None:
-        self._progress = progress
+    def __init__(self, *, progress: bool = True, verbose: bool = False) -> None:
+        self._progress, self._verbose = progress, verbose
         self._last = time.monotonic()
 
     @contextmanager
@@ -54,6 +54,11 @@ class PlainReporter:
     def note(self, text: str) -> None:
         """See `Reporter.note`."""
         print(text, file=sys.stderr, flush=True)
+
+    def detail(self, text: str) -> None:
+        """See `Reporter.detail`."""
+        if self._verbose:
+            self.note(text)
 
     def warn(self, text: str) -> None:
         """See `Reporter.warn`."""
@@ -80,8 +85,8 @@ class _PlainTask:
 class BarReporter:
     """Bars on a terminal, drawn together while any of them is open."""
 
-    def __init__(self) -> None:
-        self._console = stderr_console()
+    def __init__(self, *, verbose: bool = False) -> None:
+        self._console, self._verbose = stderr_console(), verbose
         self._bars: Progress | None = None
         self._open = 0
 
@@ -113,6 +118,11 @@ class BarReporter:
     def note(self, text: str) -> None:
         """See `Reporter.note`."""
         self._console.print(text, markup=False, soft_wrap=True)
+
+    def detail(self, text: str) -> None:
+        """See `Reporter.detail`."""
+        if self._verbose:
+            self.note(text)
 
     def warn(self, text: str) -> None:
         """See `Reporter.warn`."""
@@ -148,6 +158,11 @@ class LogReporter:
         """See `Reporter.note`."""
         self._write(text)
         self._inner.note(text)
+
+    def detail(self, text: str) -> None:
+        """See `Reporter.detail`; a log always has it."""
+        self._write(text)
+        self._inner.detail(text)
 
     def warn(self, text: str) -> None:
         """See `Reporter.warn`."""

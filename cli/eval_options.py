@@ -34,7 +34,7 @@ USES: Mapping[str, tuple[str, ...]] = {
     "plot": ("--text", "--labels"),
     "as_json": ("--text", "--labels", "--tasks"),
     **dict.fromkeys(("lossless", "draft", "per_exit_truncation", "piggyback", "max_deferred"), ("--prompts",)),
-    **dict.fromkeys(("seed", "system", "chat", "chat_template", "prefill"), ("--tasks", "--prompts")),
+    **dict.fromkeys(("seed", "system", "chat", "chat_template", "prefill", "cuda_graphs"), ("--tasks", "--prompts")),
     **dict.fromkeys(("ctx_size", "gpu_memory", "resident", "offload", "tau", "head_bits"), _GENERATING),
 }
 """Parameter -> the ways of measuring that it means something to."""

@@ -203,6 +203,14 @@ def opening(
             help="GPU memory to use (8GiB, 90%, auto).",
         ),
     ] = None,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graphs/--no-cuda-graphs",
+            rich_help_panel=MACHINE,
+            help="GPU: run a token as one CUDA graph where that can be, or kernel by kernel.",
+        ),
+    ] = True,
     resident: Annotated[
         int | None,
         typer.Option(

@@ -15,6 +15,7 @@ from .architecture import architecture_of
 from .bench import Contender
 from .bench_lanes import PASSAGE, Prompt, check_room, lane, make_rows
 from .bundle import Bundle
+from .captured import captured
 from .decoder import Decoder, load_decoder
 from .dense import Dense
 from .exits import FixedExit
@@ -139,7 +140,7 @@ class Field:
                 "dense": self._dense,
                 "floor": self._floor,
             }
-            self._models[name] = makers[name]()
+            self._models[name] = captured(makers[name](), wanted=self.options.session.cuda_graphs)
         return self._models[name]
 
     def _dense(self) -> Model:

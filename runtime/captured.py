@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..quant.probe import triton_works
 from .block import Block
 from .cache import KVCache
 from .decoder import Decoder
 from .dense import Dense
-from .generate import StepOutput
+from .generate import Model, StepOutput
 from .graphs import Graphs
+from .offload import StreamedBlocks
 from .progress import Reporter, SilentReporter
 from .river import River
 from .sampling import Sampler
@@ -142,6 +144,35 @@ class TokenGraphs:
             return StepOutput(logits, None)
         token, finite, depth = chosen.tolist()
         return StepOutput(logits, depth if self._exits else None, token if plain and finite else None)
+
+
+def captured(model: Model, *, wanted: bool = True, reporter: Reporter | None = None) -> Model:
+    """The model with its tokens as graphs, or the model itself where there can be none; `reporter` is told which."""
+    decoder, reporter = getattr(model, "decoder", None), reporter or SilentReporter()
+    on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
+    if not on_gpu or isinstance(model, CapturedDense | CapturedRiver):
+        return model
+    if not isinstance(model, Dense | River):
+        reporter.detail("Tokens run kernel by kernel: this way of generating decides between blocks.")
+        return model
+    reason = "--no-cuda-graphs" if not wanted else why_not(model)
+    if reason:
+        reporter.detail(f"Tokens run kernel by kernel: {reason}.")
+        return model
+    reporter.detail("Tokens of a single text run as CUDA graphs.")
+    return CapturedRiver(model, reporter) if isinstance(model, River) else CapturedDense(model, reporter)
+
+
+def why_not(model: Dense | River) -> str:
+    """Say why the tokens of a model cannot be graphs; empty where they can."""
+    if isinstance(model.decoder.blocks, StreamedBlocks):
+        return "blocks are streamed from host memory"
+    if isinstance(model, River):
+        if thresholds_of(model.policy, model.decoder.arch.num_layers) is None:
+            return "the exit rule has no form on the device"
+        if not triton_works(model.decoder.device):
+            return "River needs Triton for it, which is missing or fails its check here"
+    return ""
 
 
 class CapturedDense(Dense):

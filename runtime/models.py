@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ..errors import UsageError
 from .bundle import Bundle
+from .captured import captured
 from .classify_loading import check_scores, document_reader, load_classifier
 from .decoder import Decoder
 from .dense import Dense
@@ -46,7 +47,7 @@ def load_beside_exact(
     exact = copy.copy(model.decoder)
     if options.head_bits == 8:
         shrink_head(model.decoder, reporter)
-    return model, exact
+    return captured(model, wanted=options.cuda_graphs, reporter=reporter), exact
 
 
 def _load(

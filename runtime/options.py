@@ -47,6 +47,8 @@ class SessionOptions:
     """Tokens that may wait at a junction; the tokens chosen do not depend on it (N-vium)."""
     gpu_memory: str | None = None
     """Device memory to fill with backbone blocks: "auto", "8GiB", "90%"."""
+    cuda_graphs: bool = True
+    """Decode single texts as CUDA graphs where that can be (GPU; dense models and River)."""
     chat_template: str | None = None
     """A file, or a name; instead of the model's own."""
     cache_dir: Path | None = None

@@ -26,6 +26,10 @@ class Reporter(Protocol):
         """Say something once."""
         ...
 
+    def detail(self, text: str) -> None:
+        """Say something that only a user who asks for more (`--verbose`) will see."""
+        ...
+
     def warn(self, text: str) -> None:
         """Say something the user should act on."""
         ...
@@ -45,6 +49,9 @@ class SilentReporter:
 
     def note(self, text: str) -> None:
         """See `Reporter.note`."""
+
+    def detail(self, text: str) -> None:
+        """See `Reporter.detail`."""
 
     def warn(self, text: str) -> None:
         """See `Reporter.warn`."""

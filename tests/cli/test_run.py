@@ -149,6 +149,7 @@ def test_options_reach_the_session(adapt: Invoke, fakes: ModuleType, monkeypatch
         "per_exit_truncation": False,
         "piggyback": True,
         "max_deferred": 64,
+        "cuda_graphs": True,
     }
     adapt("run", "b", "x", "--temperature", "0.5", "--greedy")
     assert opened[1].calls[0][1].choices.temperature == 0

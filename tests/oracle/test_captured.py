@@ -16,12 +16,14 @@ from adapt_llm.quant.quantizers import QUANTIZERS
 from adapt_llm.runtime import static
 from adapt_llm.runtime.block import Block
 from adapt_llm.runtime.cache import PassStore, RotationChangedError
-from adapt_llm.runtime.captured import CapturedDense, CapturedRiver
-from adapt_llm.runtime.decoder import load_decoder
+from adapt_llm.runtime.captured import CapturedDense, CapturedRiver, captured
+from adapt_llm.runtime.decoder import Decoder, load_decoder
 from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.exit_layers import LazyBlocks, exit_block
 from adapt_llm.runtime.exits import CosineExit, ExitPolicy, FixedExit
 from adapt_llm.runtime.graphs import Graphs
+from adapt_llm.runtime.offload import StreamedBlocks
+from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.sampling import Sampler, Sampling
 from adapt_llm.runtime.store import open_safetensors
@@ -197,16 +199,16 @@ def tokens(model: Dense | River, ids: torch.Tensor, count: int, cache=None) -> l
 
 def test_the_token_is_chosen_on_the_device_and_is_the_sampler_s(tiny_model: Callable, tiny: ModuleType) -> None:
     dense, ids = Dense(tiny_model("llama").decoder), tiny.random_ids(1, PROMPT)
-    captured = CapturedDense(dense)
-    assert tokens(captured, ids, 12) == tokens(dense, ids, 12)
-    cache = captured.new_cache(1, 20)
-    captured.prefill(ids, cache)
+    graphs = CapturedDense(dense)
+    assert tokens(graphs, ids, 12) == tokens(dense, ids, 12)
+    cache = graphs.new_cache(1, 20)
+    graphs.prefill(ids, cache)
     sampler = Sampler(Sampling())
-    output = captured.decode(ids[:, :1], cache, sampler)
+    output = graphs.decode(ids[:, :1], cache, sampler)
     assert output.token == sampler(output.logits[0])
-    warm = captured.decode(ids[:, :1], cache, Sampler(Sampling(temperature=1, seed=1)))
+    warm = graphs.decode(ids[:, :1], cache, Sampler(Sampling(temperature=1, seed=1)))
     assert warm.token is None
-    strict = captured.decode(ids[:, :1], cache, Sampler(Sampling(repetition_penalty=1.2)))
+    strict = graphs.decode(ids[:, :1], cache, Sampler(Sampling(repetition_penalty=1.2)))
     assert strict.token is None
 
 
@@ -215,65 +217,112 @@ def test_ties_go_to_the_lowest_id_and_broken_logits_to_the_sampler(tiny_model: C
     decoder = copy.copy(model.decoder)
     for head, expected in ((torch.zeros_like, 0), (lambda weight: torch.full_like(weight, torch.nan), None)):
         decoder.head = DenseLinear(head(model.decoder.head.weight))
-        captured = CapturedDense(Dense(decoder))
-        cache = captured.new_cache(1, 20)
-        captured.prefill(ids, cache)
-        assert captured.decode(ids[:, :1], cache, Sampler(Sampling())).token == expected
+        graphs = CapturedDense(Dense(decoder))
+        cache = graphs.new_cache(1, 20)
+        graphs.prefill(ids, cache)
+        assert graphs.decode(ids[:, :1], cache, Sampler(Sampling())).token == expected
 
 
 def test_a_cache_lends_its_memory_on_and_growing_moves_it(tiny_model: Callable, tiny: ModuleType, no_eager) -> None:
-    captured, ids = CapturedDense(Dense(tiny_model("llama").decoder)), tiny.random_ids(1, PROMPT)
-    first = captured.new_cache(1, 40)
-    alone = tokens(captured, ids, 3, first)
+    graphs, ids = CapturedDense(Dense(tiny_model("llama").decoder)), tiny.random_ids(1, PROMPT)
+    first = graphs.new_cache(1, 40)
+    alone = tokens(graphs, ids, 3, first)
     place = first.buffers(0)[0].data_ptr()
     del first
-    second = captured.new_cache(1, 40)
+    second = graphs.new_cache(1, 40)
     assert second.buffers(0)[0].data_ptr() == place
-    assert tokens(captured, ids, 3, second) == alone
+    assert tokens(graphs, ids, 3, second) == alone
     larger = second.capacity + 10
     second.grow(larger)
     second.truncate(PROMPT)
     with torch.inference_mode():
         for _ in range(larger - PROMPT - 1):
-            captured.decode(ids[:, :1], second, None)
+            graphs.decode(ids[:, :1], second, None)
     assert second.lengths[0] == (larger - 1,)
-    third = captured.new_cache(1, 40)  # the second is in use
+    third = graphs.new_cache(1, 40)  # the second is in use
     assert third.buffers(0)[0].data_ptr() != second.buffers(0)[0].data_ptr()
 
 
 def test_what_has_no_graph_runs_eagerly(tiny_model: Callable, tiny: ModuleType) -> None:
     dense, ids = Dense(tiny_model("llama").decoder), tiny.random_ids(2, PROMPT)
-    captured = CapturedDense(dense)
-    both = captured.new_cache(2, 20)
-    captured.prefill(ids, both)
-    assert captured.decode(ids[:, :1], both).logits.shape[0] == 2
+    graphs = CapturedDense(dense)
+    both = graphs.new_cache(2, 20)
+    graphs.prefill(ids, both)
+    assert graphs.decode(ids[:, :1], both).logits.shape[0] == 2
     foreign = dense.new_cache(1, 20)
-    captured.prefill(ids[:1], foreign)
-    captured.decode(ids[:1, :1], foreign)
+    graphs.prefill(ids[:1], foreign)
+    graphs.decode(ids[:1, :1], foreign)
     assert foreign.lengths[0] == (PROMPT + 1,)
 
 
 def test_a_full_cache_is_refused_before_the_pass(tiny_model: Callable, tiny: ModuleType, no_eager) -> None:
-    captured, ids = CapturedDense(Dense(tiny_model("llama").decoder)), tiny.random_ids(1, PROMPT)
-    cache = captured.new_cache(1, 256)
-    captured.prefill(ids, cache)
+    graphs, ids = CapturedDense(Dense(tiny_model("llama").decoder)), tiny.random_ids(1, PROMPT)
+    cache = graphs.new_cache(1, 256)
+    graphs.prefill(ids, cache)
     cache.stored(256)
     with pytest.raises(UsageError, match="needs 257 positions"):
-        captured.decode(ids[:, :1], cache)
+        graphs.decode(ids[:, :1], cache)
 
 
 def test_a_capture_that_fails_leaves_the_eager_decode(tiny_model: Callable, tiny: ModuleType, monkeypatch) -> None:
     dense, ids = Dense(tiny_model("llama").decoder), tiny.random_ids(1, PROMPT)
-    captured = CapturedDense(dense)
+    graphs = CapturedDense(dense)
 
     def fail(_self: object, _key: object, _function: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(Graphs, "run", fail)
-    assert tokens(captured, ids, 6) == tokens(dense, ids, 6)
-    assert captured.graphs.broken == "operation not permitted when stream is capturing"
+    assert tokens(graphs, ids, 6) == tokens(dense, ids, 6)
+    assert graphs.graphs.broken == "operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize(("length", "bucket"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 20), (20, 20)])
 def test_buckets(length: int, bucket: int) -> None:
     assert static.bucket_of(length, 20) == bucket
+
+
+class Heard(SilentReporter):
+    """What was said in detail."""
+
+    def __init__(self) -> None:
+        self.details: list[str] = []
+
+    def detail(self, text: str) -> None:
+        self.details.append(text)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders say that they are on a GPU; nothing runs."""
+    monkeypatch.setattr(Decoder, "device", property(lambda _self: torch.device("cuda")))
+
+
+def test_on_a_cpu_models_stay_as_they_are(rivers) -> None:
+    heard, river = Heard(), rivers("llama", FixedExit(1))
+    dense = Dense(river.decoder)
+    assert captured(river, reporter=heard) is river
+    assert captured(dense, reporter=heard) is dense
+    assert heard.details == []
+
+
+def test_on_a_gpu_the_way_is_chosen_and_said(rivers, on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, river = Heard(), rivers("llama", FixedExit(1))
+    dense = Dense(river.decoder)
+    assert isinstance(captured(dense, reporter=heard), CapturedDense)
+    assert captured(dense, wanted=False, reporter=heard) is dense
+    assert captured(river, reporter=heard) is river  # there is no GPU for Triton here
+    monkeypatch.setattr("adapt_llm.runtime.captured.triton_works", lambda _device: True)
+    graphs = captured(river, reporter=heard)
+    assert isinstance(graphs, CapturedRiver)
+    assert captured(graphs, reporter=heard) is graphs
+    decoder = copy.copy(river.decoder)
+    decoder.blocks = StreamedBlocks(decoder.blocks[:1], 3, decoder.blocks.__getitem__, torch.device("cpu"))
+    streamed = River(decoder, river.exits, river.policy)
+    assert captured(streamed, reporter=heard) is streamed
+    assert heard.details == [
+        "Tokens of a single text run as CUDA graphs.",
+        "Tokens run kernel by kernel: --no-cuda-graphs.",
+        "Tokens run kernel by kernel: River needs Triton for it, which is missing or fails its check here.",
+        "Tokens of a single text run as CUDA graphs.",
+        "Tokens run kernel by kernel: blocks are streamed from host memory.",
+    ]
