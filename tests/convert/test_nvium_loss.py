@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from adapt_llm.convert import mixture_loss as module
@@ -83,7 +85,7 @@ def toy(
     """Scores that Adam moves between what leaving costs (`best` is the depth of least loss) and what depth costs."""
     control = DepthControl(steps, beta=FIRST, target=target)
     score = torch.zeros((), requires_grad=True)
-    optimizer = torch.optim.Adam([score], lr=0.03)
+    optimizer = torch.optim.Adam([score], lr=0.03, betas=(0.9, 0.95))  # as training has it
     noise, depths = random.Random(seed), []
     for step in range(steps):
         control.begin(step)
@@ -99,14 +101,43 @@ def toy(
     return control, depths
 
 
-@pytest.mark.parametrize("target", [0.5, 0.8])
-@pytest.mark.parametrize("gain", [0.2, 3.0])
+@pytest.mark.parametrize(("target", "gain"), [(0.5, 0.2), (0.8, 0.2), (0.8, 3.0)])
 def test_the_controller_reaches_its_target(target: float, gain: float) -> None:
     """Whatever depth is worth: the price that does it differs fifteenfold."""
     _, depths = toy(target, 400, gain=gain)
     settled = depths[-40:]
     assert abs(sum(settled) / 40 - target) < 0.02
     assert max(settled) - min(settled) < 0.08
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    target=st.floats(0.4, 0.9),
+    steps=st.sampled_from([150, 300, 600]),
+    slope=st.floats(math.log(0.3), math.log(3)).map(math.exp),
+    centre=st.floats(-4, 5.5),
+    lag=st.floats(0, 0.06),
+    noise=st.sampled_from([0.005, 0.02, 0.06]),
+    tokens=st.sampled_from([512, 4096, 32768]),
+    seed=st.integers(0, 1000),
+)
+def test_the_controller_settles_whatever_the_model_answers(
+    target: float, steps: int, slope: float, centre: float, lag: float, noise: float, tokens: int, seed: int
+) -> None:
+    """A model whose depth follows asinh(beta / 0.01), steeply or not, sooner or later; steps measure it with noise."""
+    control, draws = DepthControl(steps, beta=FIRST, target=target), random.Random(seed)
+    depth, depths = 0.6, []
+    for step in range(steps):
+        control.begin(step)
+        control.add(torch.tensor(3.0 * tokens), torch.tensor(tokens * (depth + draws.gauss(0, noise))), tokens)
+        control.finish(control.sums())
+        price = math.asinh(control.beta / 0.01)
+        wanted = 0.6 if control.warming else 1 - 0.75 / (1 + math.exp(-slope * (price - centre)))
+        depth += (wanted - depth) / max(1.0, lag * steps)
+        depths.append(depth)
+    settled = depths[-(steps // 5) :]
+    assert abs(sum(settled) / len(settled) - target) < 0.03
+    assert max(settled) - min(settled) < 0.08 + 4 * noise
 
 
 @pytest.mark.parametrize("gain", [0.2, 3.0])
