@@ -18,7 +18,7 @@ from .describe import resident_memory
 from .exit_layers import LazyBlocks, load_exit_block
 from .exits import CosineExit, Route
 from .methods import River as RiverSettings
-from .offload import MemoryPlan, StreamedBlocks, parse_memory, plan_resident
+from .offload import TRAVELLING, MemoryPlan, StreamedBlocks, parse_memory, plan_resident
 from .options import Offload, SessionOptions
 from .progress import Reporter, SilentReporter
 from .river import River
@@ -160,7 +160,7 @@ def _planned(
     per_block = (large.total - small.total) // (arch.num_layers - least)
     positions = options.ctx_size or min(arch.max_positions, 4096)
     kv = arch.kv_bytes(dtype.itemsize) * positions
-    streamed = 2 * per_block if options.offload == "stream" else 0
+    streamed = TRAVELLING * per_block if options.offload == "stream" else 0
     fixed = small.total - least * per_block + kv + streamed
     return plan_resident(budget=budget, fixed=fixed, per_block=per_block, num_layers=arch.num_layers, least=least)
 

@@ -16,6 +16,8 @@ from .block import Block
 
 MARGIN = 0.08
 """Share of the memory that is left for activations and the allocator."""
+TRAVELLING = 3
+"""Streamed blocks on the device at once: one that its reader may still hold, one at work, one on its way."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ class StreamedBlocks(Sequence[Block]):
     """Backbone blocks of which only the first `resident` stay on the device.
 
     The others are copied from the host when asked for; asking for one starts the copy of the next on a second stream,
-    so that it travels while this one computes. Two blocks beyond the resident ones are on the device at a time.
+    so that it travels while this one computes. `TRAVELLING` blocks beyond the resident ones are on the device at most.
+
+    A block's memory belongs to the second stream, and is given out again there as soon as Python lets go of the block,
+    which may be before its work is done. So each copy first waits for all work that the reading stream has been given;
+    the block that is asked for now is not yet part of that, and computes beside the copy.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class StreamedBlocks(Sequence[Block]):
         self._resident = resident
         self._count = count
         self._fetch = fetch
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: dict[int, tuple[Block, torch.cuda.Event | None]] = {}
 
@@ -110,7 +117,7 @@ class StreamedBlocks(Sequence[Block]):
         self._prefetch(index)
         block, event = self._ahead.pop(index)
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
         self._ahead = {}
         self._prefetch(index + 1)
         return block
@@ -121,7 +128,7 @@ class StreamedBlocks(Sequence[Block]):
         if self._stream is None:
             self._ahead[index] = (self._fetch(index), None)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())  # the memory it reuses may still be read
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             block = self._fetch(index)
             event = torch.cuda.Event()
