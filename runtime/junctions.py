@@ -48,19 +48,31 @@ class Router:
         self._inner = DenseLinear(tensors["inner.weight"], tensors["inner.bias"])
         self._outer = DenseLinear(tensors["outer.weight"], tensors["outer.bias"])
         self.nbytes = self._inner.nbytes + self._outer.nbytes
-        self._norm = RMSNorm(tensors["norm.weight"], eps, offset=False)
+        self._norm, self._eps = RMSNorm(tensors["norm.weight"], eps, offset=False), eps
         self._weight, self._bias = tensors["head.weight"], tensors["head.bias"]
         self._trained = self._weight.requires_grad
-        self._difference = self._subtract()
+        weight, bias = self._subtract()
+        self._difference = self._norm.weight.detach() * weight.detach(), bias.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
         """From normalised x [..., hidden] to s_exit - s_continue [...], float32; its sigmoid is r_k."""
-        u = self._norm(self._outer(gelu(self._inner(x))).float())
-        if not self._trained:
+        u = self._inside(x)
+        if not self._trained:  # the norm's factor is part of the head, its division of one number a token
             weight, bias = self._difference
-            return u @ weight + bias
+            return (u @ weight) * (u.square().mean(-1) + self._eps).rsqrt() + bias
         weight, bias = self._subtract()
-        return (u * weight).sum(-1) + bias  # autocast would round a product's factors
+        return (self._norm(u) * weight).sum(-1) + bias  # autocast would round a product's factors
+
+    def scores(self, x: Tensor) -> list[float]:
+        """The same of few x [R, hidden], as numbers; nothing is differentiated."""
+        if x.shape[0] > 1 or not x.is_cpu:
+            return self(x).tolist()
+        u, (weight, bias) = self._inside(x)[0], self._difference
+        mean = float(u.dot(u)) / len(u)
+        return [float(u.dot(weight)) / math.sqrt(mean + self._eps) + float(bias)]
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return self._outer(gelu(self._inner(x))).float()
 
     def shifted(self, bias: float) -> "Router":
         """The same with `bias` added to every score: above 0, tokens leave sooner."""

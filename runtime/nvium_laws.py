@@ -33,7 +33,7 @@ class Exits:
         """From states h [R, hidden] at a junction (from 0) to normalised states and scores, whose sigmoid is r."""
         here = self.junctions[junction]
         x = here.norm(h)
-        return x, here.router(x).tolist()
+        return x, here.router.scores(x)
 
     def early(self, junction: int, x: Tensor) -> Tensor:
         """From normalised x [..., hidden] at a junction to what the head multiplies."""

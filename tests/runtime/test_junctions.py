@@ -168,3 +168,20 @@ def test_a_junction_inside_a_group_of_shared_caches_is_refused() -> None:
     assert len(segments(arch, (2,))) == 2
     with pytest.raises(UnsupportedError, match="Layer 4 reads the keys and values of layer 3, from below the junction"):
         segments(arch, (3,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_router_says_the_same_in_training_when_running_and_as_numbers(dtype: torch.dtype, rows: int) -> None:
+    tensors = start(ARCH, (1,), torch.ones(ARCH.hidden_size), 0, early_bias=-0.7)
+    tensors["junctions.1.router.norm.weight"] += torch.randn(ARCH.hidden_size)
+    exact = ("router.norm.weight", "router.head.weight", "router.head.bias")
+    tensors = {name: each if name.endswith(exact) else each.to(dtype) for name, each in tensors.items()}
+    trained = {name: each.clone().requires_grad_() for name, each in tensors.items()}
+    x = torch.randn(rows, ARCH.hidden_size, dtype=dtype)
+    wanted = Junctions.of(ARCH, (1,), trained)[0].router(x).detach()
+    router = Junctions.of(ARCH, (1,), tensors)[0].router
+    close = {"atol": 1e-5, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    torch.testing.assert_close(router(x), wanted, **close)
+    torch.testing.assert_close(torch.tensor(router.scores(x)), router(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(router.shifted(1.5).scores(x)), router(x) + 1.5, atol=1e-5, rtol=1e-5)
