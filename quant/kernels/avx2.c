@@ -69,11 +69,11 @@ static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) {
     memcpy(to + step, &odd, sizeof odd);
 }
 
-/* rows of x, rows of w (or vectors of the tile) at once, sets of accumulators (int4): the fastest found on Zen 3.
- * Sixteen registers hold no more than five rows of int4. */
+/* rows of x, rows of w (or vectors of the tile) at once, rows of x at once (dense) or sets of accumulators (int4): the
+ * fastest found on Zen 3. Sixteen registers hold no more than six rows of bf16, five of int4. */
 #define DENSE_BLOCK 8
 #define DENSE_CASES \
-    CASE(2, 4) CASE(3, 3) CASE(4, 2) CASE(5, 2) CASE(6, 2) CASE(7, 1) CASE(8, 1)
+    CASE(1, 1, 1) CASE(2, 1, 2) CASE(3, 1, 3) CASE(4, 1, 4) CASE(5, 1, 5) CASE(6, 1, 6) CASE(7, 1, 4) CASE(8, 1, 4)
 #define INT4_BLOCK 5
 #define INT4_CASES CASE(1, 2, 2) CASE(2, 2, 1) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1)
 #include "products.h"

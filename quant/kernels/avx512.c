@@ -108,7 +108,7 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
 
 #define DENSE_BLOCK 8
 #define DENSE_CASES \
-    CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 3) CASE(7, 3) CASE(8, 2)
+    CASE(1, 1, 1) CASE(2, 4, 2) CASE(3, 4, 3) CASE(4, 2, 4) CASE(5, 2, 5) CASE(6, 2, 6) CASE(7, 1, 7) CASE(8, 1, 8)
 #define INT4_BLOCK 8
 #define INT4_CASES \
     CASE(1, 1, 4) CASE(2, 1, 4) CASE(3, 1, 2) CASE(4, 1, 2) CASE(5, 1, 2) CASE(6, 1, 1) CASE(7, 1, 1) CASE(8, 1, 1)

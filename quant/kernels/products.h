@@ -16,7 +16,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024, PART = 1024 };
+enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024, NEAR = 49152 };
 
 /* ---- bf16: x is stored per block of rows as [STEP inputs][row][half][lane], padded with zeros ---- */
 
@@ -38,31 +38,33 @@ static void NAME(dense_prepare)(const uint16_t *x, int64_t M, int64_t K, void *x
             }
 }
 
-/* acc[r][m] += w[r] . x[m] over one step. */
-INLINE void NAME(step)(V acc[4][BLOCK], const W words[4], const char *x, const int R, const int M) {
+/* acc[h][r][m] += w[r] . x[m] over one step. */
+INLINE void NAME(step)(V acc[HALVES][4][BLOCK], const W words[4], const char *x, const int R, const int M) {
     UNROLL for (int h = 0; h < HALVES; h++) {
         O w[4];
         UNROLL for (int r = 0; r < R; r++) w[r] = operand(words[r], h);
         UNROLL for (int m = 0; m < M; m++) {
             O value = load_operand(x + m * STEP_BYTES + h * 4 * LANES);
-            UNROLL for (int r = 0; r < R; r++) acc[r][m] = multiply_add(w[r], value, acc[r][m]);
+            UNROLL for (int r = 0; r < R; r++) acc[h][r][m] = multiply_add(w[r], value, acc[h][r][m]);
         }
     }
 }
 
-/* sums[m][r] (+)= x[m] . w[r] over `count` inputs. R and M are constants at each call. Every sum is taken in the same
- * order whatever R and M are, so that a row of x gives the same bits alone and beside others; R rows of w have their own
- * accumulators so that additions do not wait for one another. */
-INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, float *sums, int more, const int R,
-                       const int M) {
-    V acc[4][BLOCK];
+/* totals[r][m] (+)= x[m] . w[r] over `count` inputs, lane by lane; x has `stride` bytes for a step. R and M are constants
+ * at each call. A sum has HALVES chains of additions, each in the order of the inputs, whatever R and M are and wherever
+ * it stops on its way: so a row of x gives the same bits alone and beside others. `fetch`: w is not in a cache yet. */
+INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, int64_t stride,
+                       V (*totals)[BLOCK][HALVES], int more, const int R, const int M, const int fetch) {
+    V acc[HALVES][4][BLOCK];
     W words[4];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++) acc[r][m] = zero();
-    int64_t k = 0;
-    for (; k + STEP <= count; k += STEP, x += M * STEP_BYTES) {
+    UNROLL for (int h = 0; h < HALVES; h++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++)
+        acc[h][r][m] = more ? totals[r][m][h] : zero();
+    /* Behind the last of these inputs come the same inputs of the rows after these. */
+    int64_t k = 0, ahead = AHEAD / 2, turn = count - ahead, jump = ahead + R * ldw - count;
+    for (; k + STEP <= count; k += STEP, x += stride) {
         UNROLL for (int r = 0; r < R; r++) {
             const uint16_t *from = w + r * ldw + k;
-            __builtin_prefetch((const char *)from + AHEAD);
+            if (fetch) __builtin_prefetch(from + (k < turn ? ahead : jump));
             words[r] = load_words(from);
         }
         NAME(step)(acc, words, x, R, M);
@@ -74,44 +76,54 @@ INLINE void NAME(dots)(const uint16_t *w, int64_t ldw, int64_t count, const char
         }
         NAME(step)(acc, words, x, R, M);
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++)
-        sums[m * STRIP + r] = sum(acc[r][m]) + (more ? sums[m * STRIP + r] : 0.0f);
+    UNROLL for (int h = 0; h < HALVES; h++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++)
+        totals[r][m][h] = acc[h][r][m];
+}
+
+/* R rows of w for M rows of x, N of these at a time: w is in the first-level cache for all but the first. */
+INLINE void NAME(some)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, V (*totals)[BLOCK][HALVES],
+                       int more, const int R, const int M, const int N) {
+    const int64_t stride = M * STEP_BYTES;
+    NAME(dots)(w, ldw, count, x, stride, totals, more, R, N, 1);
+    if (N < M)
+        NAME(dots)(w, ldw, count, x + N * STEP_BYTES, stride, (V(*)[BLOCK][HALVES])&totals[0][N], more, R, M - N, 0);
 }
 
 /* Rows of one strip, over inputs [k0, k0 + count). */
-INLINE void NAME(strip)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, float *sums, int more, int height,
-                        const int R, const int M) {
+INLINE void NAME(strip)(const uint16_t *w, int64_t ldw, int64_t count, const char *x, V (*totals)[BLOCK][HALVES],
+                        int more, int height, const int R, const int M, const int N) {
     int r = 0;
-    for (; r + R <= height; r += R) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, R, M);
-    for (; r < height; r++) NAME(dots)(w + r * ldw, ldw, count, x, sums + r, more, 1, M);
+    for (; r + R <= height; r += R) NAME(some)(w + r * ldw, ldw, count, x, totals + r, more, R, M, N);
+    for (; r < height; r++) NAME(some)(w + r * ldw, ldw, count, x, totals + r, more, 1, M, N);
 }
 
 static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t m0, int rows, int64_t first,
                              int64_t last) {
     int64_t steps = NAME(steps)(K), bytes = rows * STEP_BYTES;
-    /* The part of x in use stays in the first-level cache; parts are the same for any number of rows. */
-    int64_t parts = (K + PART - 1) / PART, width = (steps + parts - 1) / parts * STEP;
+    /* The part of x in use stays near. One row of x does so whole, up to 12,288 inputs: then w is read in its own order,
+     * which memory likes best. */
+    int64_t parts = (steps * bytes + NEAR - 1) / NEAR, width = (steps + parts - 1) / parts * STEP;
     for (int64_t n = first; n < last; n += STRIP) {
         int height = (int)(last - n < STRIP ? last - n : STRIP);
+        V totals[STRIP][BLOCK][HALVES];
         float sums[BLOCK * STRIP];
-        /* One row of x is in that cache whole: w is read in its own order, which memory likes best. */
-        for (int r = 0; rows == 1 && r < height; r++)
-            for (int64_t k = 0; k < K; k += width)
-                NAME(dots)(d->w + (n + r) * K + k, K, K - k < width ? K - k : width,
-                           (const char *)xs + (m0 * steps + k / STEP) * STEP_BYTES, sums + r, k > 0, 1, 1);
-        for (int64_t k = 0; rows > 1 && k < K; k += width) {
+        for (int64_t k = 0; k < K; k += width) {
             const uint16_t *w = d->w + n * K + k;
             const char *x = (const char *)xs + m0 * steps * STEP_BYTES + k / STEP * bytes;
             int64_t count = K - k < width ? K - k : width;
             switch (rows) {
-#define CASE(M, R) \
+#define CASE(M, R, N) \
     case M: \
-        NAME(strip)(w, K, count, x, sums, k > 0, height, R, M); \
+        NAME(strip)(w, K, count, x, totals, k > 0, height, R, M, N); \
         break;
                 DENSE_CASES
 #undef CASE
             }
         }
+        for (int r = 0; r < height; r++)
+            for (int m = 0; m < rows; m++)
+                sums[m * STRIP + r] =
+                    sum(HALVES == 1 ? totals[r][m][0] : add(totals[r][m][0], totals[r][m][HALVES - 1]));
         store_rows(sums, STRIP, rows, height, d->bias, d->out, d->out_stride, m0, n);
     }
 }
