@@ -3,15 +3,18 @@
 Knows tokens and chat templates; no weights, no files of tokens, no batches.
 """
 
+import codecs
 import gzip
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import AdaptError, FormatError, UsageError
-from ..runtime.rows import Row, input_form
+from ..runtime.rows import Row, input_form, read_rows
 
 if TYPE_CHECKING:
     from ..runtime.template import Template
@@ -21,6 +24,8 @@ CHUNK = 1 << 20
 """Characters of a text that are tokenised at a time."""
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".tab")
 _BREAK = re.compile(r"\n(?=\S)")
+_LOOK = 1 << 16  # bytes of a text that a plan looks at
+_GZIP = b"\x1f\x8b"
 _END_MARKS = 3  # tokens at the end of a chat among which its end-of-turn is
 
 
@@ -149,13 +154,39 @@ def holds_rows(path: Path) -> bool:
 
 def read_document(path: Path) -> str:
     """Return a UTF-8 text, plain or gzipped. Raises UsageError where it cannot be read, FormatError for other bytes."""
-    try:
+    with _told_of(path):
         data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        data = gzip.decompress(data) if data[:2] == _GZIP else data
         return data.decode("utf-8-sig")
+
+
+def look_into(path: Path) -> None:
+    """Raise UsageError or FormatError where the beginning of a file shows already that nothing can be learnt from it.
+
+    A plan asks, before hours of work: is there a row, or text, at all? What comes later is read when it is used.
+    """
+    if holds_rows(path):
+        if next(read_rows([str(path)]), None) is None:
+            raise UsageError(f"{path.name} has no rows", "Give one row a line, or name a text (.txt).")
+        return
+    with _told_of(path):
+        with path.open("rb") as file:
+            opened = gzip.open if file.read(2) == _GZIP else Path.open
+        with opened(path, "rb") as file:
+            begin = file.read(_LOOK)
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(begin, final=len(begin) < _LOOK)
+    if len(begin) < _LOOK and not text.strip():
+        raise UsageError(f"{path.name} is empty", "Name a file with text in it.")
+
+
+@contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """What can be wrong with a file of text, as errors that say what to do."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise FormatError(f"{path.name} is not UTF-8 text", "Save it as UTF-8.") from error
-    except EOFError as error:
-        raise FormatError(f"{path.name} is cut short", "Fetch it again.") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FormatError(f"{path.name} is cut short or damaged", "Fetch it again.") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error

@@ -18,6 +18,7 @@ from .token_file import read_tokens
 from .training_memory import activation_bytes
 from .training_request import TrainingRequest
 from .training_settings import Precision, TrainingSettings
+from .workspace import TOKENS
 
 TOKENS_A_PASS = 4096
 """Tokens of one pass unless `--micro-batch` says otherwise; not chosen by the memory there is, so that a run goes on
@@ -120,8 +121,8 @@ def prepare(training: LoopTraining[TrainingRequest], folder: Path, reporter: Rep
     if has_template(bundle):
         special, bos = tokenizer.special_tokens, tokenizer.adds_bos
         template = Template.from_folder(bundle, special_tokens=special, adds_bos=bos)
-    data = prepare_data(training.data, tokenizer, template, folder / "data", reporter)
-    parts = [read_tokens(folder / "data" / f"{name}.safetensors")[0] for name in ("train", "held_out")]
+    data = prepare_data(training.data, tokenizer, template, folder / TOKENS, reporter)
+    parts = [read_tokens(folder / TOKENS / f"{name}.safetensors")[0] for name in ("train", "held_out")]
     highest = max(int(ids.max()) for ids in parts if len(ids))
     if highest >= training.arch.vocab_size:
         raise FormatError(f"the tokenizer knows token {highest}, the model only {training.arch.vocab_size}")

@@ -21,6 +21,7 @@ from ..errors import AdaptError, UsageError
 from ..runtime.progress import Reporter, SilentReporter
 from . import checkpoint
 from .checkpoint import Checkpoint
+from .differences import differences
 from .history import History, Logged, Pace, due
 from .processes import Processes, join
 from .reused_memory import reused_memory
@@ -28,7 +29,6 @@ from .sequences import Batch, Order
 from .steering import Learner, Steering
 from .trainable import Trainable
 from .training_settings import TrainingSettings
-from .workspace import differences
 
 
 class Sampled(Protocol):

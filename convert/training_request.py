@@ -1,9 +1,10 @@
-"""What may be asked of every method that trains weights on texts, checked before anything is read. Knows no models."""
+"""What may be asked of every method that trains weights on texts, checked before any work. Knows no models."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from .examples import look_into
 from .request import MethodRequest, choice, demand
 
 
@@ -70,3 +71,4 @@ class TrainingRequest(MethodRequest):
         for path in self.files:
             demand(not path.is_dir(), f"{path} is a folder", "Name the files in it.")
             demand(path.is_file(), f"There is no file {path}")
+            look_into(path)

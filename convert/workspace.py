@@ -22,11 +22,14 @@ from typing import IO, Any, Self
 
 from ..errors import FormatError, ResourceError, UsageError
 from ..runtime.manifest import FileRecord
+from .differences import differences
 from .lock import FolderLock
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _PART = ".part"
+TOKENS = "data"
+"""Folder of the tokens of a training's texts, beside the others. Work of no weight: made anew where texts change."""
 
 
 @contextmanager
@@ -157,7 +160,7 @@ class Workspace:
         old = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else None
         if resume is True and old is None:
             raise UsageError(f"There is no unfinished work on {self.output}", "Leave out --resume to start.")
-        if old is not None and old != fingerprint and resume is not False:
+        if old is not None and old != fingerprint and resume is not False and (resume or self._holds_work()):
             self._refuse_other_work(old, fingerprint, force=force, resume=resume)
         self.resumed = old == fingerprint and resume is not False
         if not self.resumed:
@@ -166,6 +169,12 @@ class Workspace:
             folder.mkdir(exist_ok=True)
         with whole_file(state) as file:
             file.write(json.dumps(fingerprint, indent=2, sort_keys=True, ensure_ascii=False).encode("utf-8"))
+
+    def _holds_work(self) -> bool:
+        """Whether there is more than what any conversion makes anew in a moment: a piece, weights, a checkpoint."""
+        cheap = {"bundle", "records", TOKENS}
+        steps = (folder for folder in self.folder.iterdir() if folder.is_dir() and folder.name not in cheap)
+        return any(any(folder.iterdir()) for folder in steps) or any(self._records.glob("*.safetensors.json"))
 
     def _refuse_other_work(self, old: dict[str, Any], new: dict[str, Any], *, force: bool, resume: bool | None) -> None:
         changes = "; ".join(differences(old, new))
@@ -276,20 +285,3 @@ def _take(folder: Path) -> FolderLock:
             raise
         what = f"Cannot write in {folder.parent}: {error.strerror}"
         raise UsageError(what, "Choose another folder with -o.") from error
-
-
-def differences(old: object, new: object, where: str = "") -> list[str]:
-    """What differs between two JSON values, one line each: `settings.bits was 4, is 8`."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted({*old, *new})
-        return [
-            line
-            for key in keys
-            for line in differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
-        ]
-    return [] if old == new else [f"{where or 'it'} was {_short(old)}, is {_short(new)}"]
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:37] + "…"

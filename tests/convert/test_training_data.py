@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from adapt_llm.convert import examples
 from adapt_llm.convert.data import DataSettings, TrainingData, prepare_data
-from adapt_llm.convert.examples import ExampleReader
+from adapt_llm.convert.examples import ExampleReader, look_into
 from adapt_llm.convert.sequences import Order, Sequences
 from adapt_llm.convert.token_file import TokenWriter
 from adapt_llm.convert.trainable import IGNORED
@@ -371,3 +371,35 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
 def test_settings_that_mean_nothing_are_refused(wrong: dict) -> None:
     with pytest.raises(UsageError):
         DataSettings(**{"files": (Path("a"),), **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "says"),
+    [
+        ("a.txt", b"", UsageError, "is empty"),
+        ("a.txt", b" \n\n", UsageError, "is empty"),
+        ("a.md", "gr\u00fc\u00df".encode("latin-1"), FormatError, "not UTF-8"),
+        ("a.txt", "gr\u00fc\u00df".encode()[:-1], FormatError, "not UTF-8"),
+        ("a.txt.gz", gzip.compress(b"long " * 999)[:30], FormatError, "cut short"),
+        ("a.txt.gz", gzip.compress(b"")[:20], UsageError, "is empty"),
+        ("a.jsonl", b"", UsageError, "has no rows"),
+        ("a.csv", b"", UsageError, "has no rows"),
+        ("a.json", b"[]", UsageError, "rows are jsonl"),
+    ],
+)
+def test_a_plan_sees_a_file_that_nothing_can_be_learnt_from(
+    tmp_path: Path, name: str, content: bytes, error: type[Exception], says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=says):
+        look_into(tmp_path / name)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20), st.booleans())
+def test_a_plan_looks_at_the_beginning_only(letters: str, zipped: bool) -> None:
+    """Wherever the look ends, in the middle of a character too, a good text is good."""
+    data = ("x" + letters * (examples._LOOK // len(letters.encode()) + 1)).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ("a.txt.gz" if zipped else "a.txt")
+        path.write_bytes(gzip.compress(data, 1) if zipped else data)
+        look_into(path)

@@ -146,6 +146,27 @@ def test_matching_work_is_taken_up(tmp_path: Path) -> None:
         assert work.read_note("kl") == {"kl": 0.1 + 0.2}
 
 
+def test_work_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Configurations and tokens are made in a moment: the corrected command needs no permission to drop them."""
+    with w.Workspace(tmp_path / "out", {"data": "empty"}) as work:
+        writer.place_bytes(work, "config.json", b"{}")
+        (work.folder / w.TOKENS).mkdir()
+        (work.folder / w.TOKENS / "data.json").write_bytes(b"{}")
+    with w.Workspace(tmp_path / "out", {"data": "better"}) as work:
+        assert not work.resumed
+        assert not work.files()
+        assert not (work.folder / w.TOKENS).exists()
+
+
+@pytest.mark.parametrize("what", ["pieces/a", "training/checkpoint-1", "records/model.safetensors.json"])
+def test_work_worth_an_hour_is_asked_about(tmp_path: Path, what: str) -> None:
+    with w.Workspace(tmp_path / "out", {"data": "a"}) as work:
+        (work.folder / what).parent.mkdir(exist_ok=True)
+        (work.folder / what).write_bytes(b"{}")
+    with pytest.raises(UsageError, match='data was "a", is "b"'):
+        w.Workspace(tmp_path / "out", {"data": "b"})
+
+
 def test_other_work_is_refused_and_the_change_named(tmp_path: Path) -> None:
     other = {"source": {"sha256": "bb"}, "settings": {"bits": 4}, "program": "2"}
     with w.Workspace(tmp_path / "out", PRINT) as work:
