@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from adapt_llm.cli.inspect_nvium import figures
 from adapt_llm.convert import tune_nvium
 from adapt_llm.convert.nvium import build, plan
 from adapt_llm.convert.nvium_judge import Measured
@@ -85,6 +86,20 @@ def test_a_bias_is_chosen_stored_and_run(request_for, original: Path) -> None:
     h = plain.decoder.embed(plain.decoder.embedding.new_zeros((1, 3)).long())
     moved = biased.junctions[0].read(h)[1] - plain.junctions[0].read(h)[1]
     assert moved.tolist() == [pytest.approx([stored.router_bias] * 3, abs=1e-4)]
+
+
+def test_masses_and_depth_in_the_manifest_are_those_of_the_chosen_bias(request_for, original: Path) -> None:
+    request = request_for()
+    found = tune(request, SilentReporter())
+    before, now = settings_in(original), settings_in(request.bundle)
+    assert now.exits[0].mass > before.exits[0].mass + 0.02, "a bias above 0 lets more tokens leave at the first"
+    layers = Bundle.open(request.bundle).architecture.num_layers
+    depth = sum(each.mass * each.layers for each in now.exits)
+    assert depth == pytest.approx(found.tuned.frontier[-1].held_out.mean_depth, rel=1e-3)
+    assert now.expected_depth == pytest.approx(depth / layers, rel=1e-3)
+    shown = "\n".join(figures(now.model_dump()))
+    assert f"{now.exits[0].mass:.1%}" in shown
+    assert f"{now.router_bias:+g} *" in shown
 
 
 def test_the_same_again_and_another_goal_measure_nothing(request_for) -> None:
