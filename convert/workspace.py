@@ -139,7 +139,7 @@ class Workspace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lock.held and not any(self._pieces.iterdir()) and not any(self._records.iterdir()):
+        if self._lock.held and not self._holds_work() and not any(self._records.iterdir()):
             self._clear()  # nothing to go on from
             self._lock.release(remove_if_empty=True)
         self._lock.release()
