@@ -4,7 +4,13 @@ On a CPU the captured function is called; a graph on a GPU replays the same func
 """
 
 import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -326,3 +332,39 @@ def test_on_a_gpu_the_way_is_chosen_and_said(rivers, on_cuda: None, monkeypatch:
         "Tokens of a single text run as CUDA graphs.",
         "Tokens run kernel by kernel: blocks are streamed from host memory.",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux only)")
+def test_river_in_triton_s_interpreter() -> None:
+    """A process of its own: the choice of the interpreter changes Triton for good."""
+    file = Path(__file__).with_name("interpreted_river.py")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout
+    assert "skipped" not in found.stdout
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_runs_to_its_end(tmp_path: Path) -> None:
+    """All of it on the CPU, small: what is measured means nothing, that it can be measured does."""
+    script = Path(__file__).parents[1] / "bench" / "gpu.py"
+    command = [sys.executable, str(script), "--tiny", "--rounds", "1", "--device", "cpu", "--out", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    result = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert {check["ok"] for check in result["checks"]} == {True, None}
+    assert {row["way"] for row in result["models"]} >= {
+        "dense, graph",
+        "River at half depth, graph",
+        "all 4-bit, graph",
+    }
+    assert all(row["ms"] > 0 and row["bytes"] > 0 for row in result["models"])
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "| tiny | 16 | River at half depth, graph |" in page

@@ -15,6 +15,7 @@ from adapt_llm.quant.planes import Planes
 INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux only)")
 def test_in_the_interpreter() -> None:
     """A process of its own: the choice changes Triton for good."""
