@@ -16,7 +16,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024, NEAR = 49152 };
+enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024, NEAR = 28672 };
 
 /* ---- bf16: x is stored per block of rows as [STEP inputs][row][half][lane], padded with zeros ---- */
 
@@ -100,7 +100,7 @@ INLINE void NAME(strip)(const uint16_t *w, int64_t ldw, int64_t count, const cha
 static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t m0, int rows, int64_t first,
                              int64_t last) {
     int64_t steps = NAME(steps)(K), bytes = rows * STEP_BYTES;
-    /* The part of x in use stays near. One row of x does so whole, up to 12,288 inputs: then w is read in its own order,
+    /* The part of x in use stays near. One row of x does so whole, up to 7,168 inputs: then w is read in its own order,
      * which memory likes best. */
     int64_t parts = (steps * bytes + NEAR - 1) / NEAR, width = (steps + parts - 1) / parts * STEP;
     for (int64_t n = first; n < last; n += STRIP) {
