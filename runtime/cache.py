@@ -269,8 +269,12 @@ class KVCache:
 
     def claim(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:
         """See `KVStore.claim`."""
+        self._hold(self.slot_of[layer], step.ends)
+        return self.buffers(layer)
+
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, kv_heads, capacity, head_dim] that `layer` reads, and writes where it keeps any."""
         slot = self.slot_of[layer]
-        self._hold(slot, step.ends)
         return self._keys[slot], self._values[slot]
 
     def _hold(self, slot: int, lengths: tuple[int, ...]) -> None:

@@ -17,12 +17,14 @@ from .decoder import Decoder
 from .dense import Dense
 from .generate import Model, StepOutput
 from .graphs import Graphs
+from .nvium import Nvium
 from .offload import StreamedBlocks
 from .progress import Reporter, SilentReporter
 from .river import River
 from .sampling import Sampler
 from .static import LEAST_BUCKET, StaticCache, StaticFrame, StaticStep, bucket_of, tables_in_turn
 from .static_exits import DeviceRule, joined, river_blocks, thresholds_of
+from .static_segments import SegmentGraphs
 
 Result = tuple[Tensor, Tensor]
 """Logits float32 [1, V]; int64 [3]: the argmax (lowest id on ties), 1 where its logit is finite, the depth."""
@@ -86,15 +88,17 @@ class TokenGraphs:
         self._frames: dict[int, StaticFrame] = {}
         self._lent: weakref.ref[StaticCache] | None = None
         self._home: StaticCache | None = None
+        self._owner: weakref.ref[StaticCache] | None = None  # who uses the memory of `_home`
         self._switches = any(rope.kind == "longrope" for rope in decoder.arch.ropes)
         self.broken = ""
         """Why no graph can be made; empty as long as they can."""
 
     def new_cache(self, capacity: int) -> StaticCache:
         """Make an empty cache of one row, over the memory of an earlier one where that is free and large enough."""
-        free = self._lent is None or self._lent() is None
+        free = self._owner is None or self._owner() is None
         if self._home is not None and free and self._home.capacity >= capacity:
             cache = self._home.renewed()
+            self._owner = weakref.ref(cache)
         else:
             decoder = self._decoder
             rounded = -(-capacity // LEAST_BUCKET) * LEAST_BUCKET
@@ -133,7 +137,7 @@ class TokenGraphs:
         if self._home is None or self._home.buffers(0)[0] is not cache.buffers(0)[0]:
             self._graphs.clear()
             self._frames = {}
-            self._home = cache.renewed()
+            self._home, self._owner = cache.renewed(), weakref.ref(cache)
             self._token.fit(cache.capacity)
         return start
 
@@ -152,7 +156,7 @@ def captured(model: Model, *, wanted: bool = True, reporter: Reporter | None = N
     on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
     if not on_gpu or isinstance(model, CapturedDense | CapturedRiver):
         return model
-    if not isinstance(model, Dense | River):
+    if not isinstance(model, Dense | River | Nvium):
         reporter.detail("Tokens run kernel by kernel: this way of generating decides between blocks.")
         return model
     reason = "--no-cuda-graphs" if not wanted else why_not(model)
@@ -160,10 +164,13 @@ def captured(model: Model, *, wanted: bool = True, reporter: Reporter | None = N
         reporter.detail(f"Tokens run kernel by kernel: {reason}.")
         return model
     reporter.detail("Tokens of a single text run as CUDA graphs.")
+    if isinstance(model, Nvium):
+        model.graphs = model.graphs or SegmentGraphs(model.decoder, model.segments, reporter)
+        return model
     return CapturedRiver(model, reporter) if isinstance(model, River) else CapturedDense(model, reporter)
 
 
-def why_not(model: Dense | River) -> str:
+def why_not(model: Dense | River | Nvium) -> str:
     """Say why the tokens of a model cannot be graphs; empty where they can."""
     if isinstance(model.decoder.blocks, StreamedBlocks):
         return "blocks are streamed from host memory"

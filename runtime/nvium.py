@@ -7,6 +7,7 @@ Source: N-vium (arXiv 2605.13190). Knows no files and no text; `nvium_laws` deci
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from .packed import PackedStep, PackedStore
 from .piggyback import DeferredCache, segments
 from .sampling import Sampler
 from .step import Step
+
+if TYPE_CHECKING:
+    from .static_segments import SegmentGraphs
 
 MAX_DEFERRED = 64
 
@@ -81,11 +85,12 @@ class Nvium:
         # Dynamic NTK rotates a key for the length at which it is written, so it must be written in its turn.
         rotates_by_turn = any(rope.kind == "dynamic" for rope in decoder.arch.ropes)
         self._most = max_deferred if piggyback and not rotates_by_turn else 0
+        self.graphs: SegmentGraphs | None = None
 
     def new_cache(self, batch: int, capacity: int) -> DeferredCache:
         """See `generate.Model`."""
         decoder = self.decoder
-        return DeferredCache(
+        cache = DeferredCache(
             decoder.arch,
             self.junctions.points,
             batch=batch,
@@ -93,6 +98,9 @@ class Nvium:
             dtype=decoder.dtype,
             device=decoder.device,
         )
+        if batch == 1 and self.graphs is not None:
+            self.graphs.lend(cache)
+        return cache
 
     def prefill(self, ids: Tensor, cache: KVCache, sampler: Sampler | None = None) -> StepOutput:
         """See `generate.Model`. All blocks run; the last position's exits then choose as those of a decoded token."""
@@ -120,7 +128,7 @@ class Nvium:
         """Run all that waits to the end, so that every block has stored every token."""
         whole = _deferred(cache)
         for index in range(whole.batch):
-            Flight(self.decoder, self.segments, [Lane(whole.row(index))]).relieve(0)
+            self._flight([Lane(whole.row(index))]).relieve(0)
 
     def score(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Append ids [1, S] and return the mixture's log-probabilities [1, S, V] of every position, float32."""
@@ -158,9 +166,12 @@ class Nvium:
 
     def _start(self, ids: Tensor, caches: Sequence[DeferredCache]) -> "Flight":
         """Run ids [B, S], a row for each cache, through the first segment."""
-        flight = Flight(self.decoder, self.segments, [Lane(cache) for cache in caches])
+        flight = self._flight([Lane(cache) for cache in caches])
         flight.enter(ids.to(self.decoder.device))
         return flight
+
+    def _flight(self, lanes: "list[Lane]") -> "Flight":
+        return Flight(self.decoder, self.segments, lanes, self.graphs)
 
     def _leaving(self, flight: "Flight", asked: Sequence[laws.Choice]) -> list[bool]:
         """Which of the flight's lanes are settled at the junction that it has reached."""
@@ -185,7 +196,7 @@ class Nvium:
         depths = [lane.depth for lane in lanes]
         found = laws.finish(self.exits, asked)
         for lane in lanes:
-            Flight(self.decoder, self.segments, [lane]).relieve(self._most)
+            self._flight([lane]).relieve(self._most)
         return [
             StepOutput(logits, depth, token, tuple(lane.passes))
             for (logits, token), depth, lane in zip(found, depths, lanes, strict=True)
@@ -211,8 +222,10 @@ class Lane:
 class Flight:
     """One pass up the stack of sequences side by side. `segment` is the one that ran last; a lane may be taken out."""
 
-    def __init__(self, decoder: Decoder, segments: tuple[range, ...], lanes: list[Lane]) -> None:
-        self._decoder, self._segments = decoder, segments
+    def __init__(
+        self, decoder: Decoder, segments: tuple[range, ...], lanes: list[Lane], graphs: "SegmentGraphs | None" = None
+    ) -> None:
+        self._decoder, self._segments, self._graphs = decoder, segments, graphs
         self.lanes = lanes
         self.segment = 0
 
@@ -260,8 +273,12 @@ class Flight:
         if len(lanes) > 1:
             step, kv = PackedStep(steps), PackedStore([lane.cache for lane in lanes])
             h = torch.cat([lane.h for lane in lanes], 1)
-        for layer in blocks:
+        whole = None
+        if len(lanes) == 1 and self._graphs is not None:
+            whole = self._graphs.run(self.segment, steps[0], lanes[0].cache, h)
+        for layer in blocks if whole is None else ():
             h = self._decoder.blocks[layer](h, step, kv)
+        h = h if whole is None else whole
         parts = h.split([lane.h.shape[1] for lane in lanes], 1) if len(lanes) > 1 else [h]
         for lane, one, part in zip(lanes, steps, parts, strict=True):
             lane.h, lane.depth = part, blocks.stop

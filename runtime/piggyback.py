@@ -97,6 +97,16 @@ class DeferredCache(KVCache):
         """Let go of what waited at a junction: the segment above has run it, and its results wait or are done."""
         self._queues[self._first][junction] = []
 
+    @property
+    def memory(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every slot."""
+        return list(zip(self._keys, self._values, strict=True))
+
+    def adopt(self, memory: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Use the memory of an earlier cache of the same shape, at least as large. This one must be empty."""
+        self._keys, self._values = [keys for keys, _ in memory], [values for _, values in memory]
+        self.capacity = memory[0][0].shape[2]
+
     def narrow(self, first: int, count: int) -> None:
         """See `KVCache.narrow`."""
         super().narrow(first, count)

@@ -30,11 +30,6 @@ def bucket_of(length: int, capacity: int) -> int:
 class StaticCache(KVCache):
     """A cache whose buffers static passes write themselves; afterwards the host says what is stored."""
 
-    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, kv_heads, capacity, head_dim] that `layer` reads, and writes where it keeps any."""
-        slot = self.slot_of[layer]
-        return self._keys[slot], self._values[slot]
-
     def stored(self, end: int) -> None:
         """Every layer holds `end` tokens of each row."""
         for slot in range(len(self._keys)):
@@ -116,9 +111,9 @@ class StaticStep:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """See `Pass.attend`; `kv` is a `StaticCache` of one row."""
-        if not isinstance(kv, StaticCache):
-            raise TypeError("a static step needs a static cache")
+        """See `Pass.attend`; `kv` is a `KVCache` of one row."""
+        if not isinstance(kv, KVCache):
+            raise TypeError("a static step needs a cache")
         keys, values = kv.buffers(layer)
         if own is not None:
             keys.index_copy_(2, self._positions, own[0])

@@ -234,6 +234,8 @@ def test_a_cache_lends_its_memory_on_and_growing_moves_it(tiny_model: Callable, 
     first = graphs.new_cache(1, 40)
     alone = tokens(graphs, ids, 3, first)
     place = first.buffers(0)[0].data_ptr()
+    for _ in range(2):  # the second comes and goes while the first is in use
+        assert graphs.new_cache(1, 40).buffers(0)[0].data_ptr() != place
     del first
     second = graphs.new_cache(1, 40)
     assert second.buffers(0)[0].data_ptr() == place
