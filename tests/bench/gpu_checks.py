@@ -15,9 +15,13 @@ from adapt_llm.runtime.captured import CapturedDense, CapturedRiver
 from adapt_llm.runtime.decoder import load_frame
 from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.exits import CosineExit
+from adapt_llm.runtime.junctions import Junctions, start
 from adapt_llm.runtime.loading import PinnedLoader, Placement
+from adapt_llm.runtime.nvium import Nvium
 from adapt_llm.runtime.offload import StreamedBlocks
 from adapt_llm.runtime.river import River
+from adapt_llm.runtime.sampling import Sampler, Sampling
+from adapt_llm.runtime.static_segments import SegmentGraphs
 
 PROMPT = 5
 
@@ -42,6 +46,7 @@ def checks(device: torch.device, tokens: int) -> Iterator[Check]:
                 yield from _graphs(name, device, dtype, tokens)
             except (RuntimeError, TypeError, ValueError) as error:
                 yield Check(f"graphs, {name}, {dtype}", False, repr(error)[:300])
+    yield _mixture(device, tokens)
     yield _streamed(device)
 
 
@@ -105,6 +110,31 @@ def continued(model, ids: torch.Tensor) -> tuple[torch.Tensor, list]:
         model.prefill(ids[:, :PROMPT], cache)
         outputs = [model.decode(ids[:, at : at + 1], cache) for at in range(PROMPT, ids.shape[1])]
     return torch.cat([output.logits for output in outputs]), [output.depth for output in outputs]
+
+
+def _mixture(device: torch.device, tokens: int) -> Check:
+    """N-vium: tokens, depths and rows of each pass, with graphs and without."""
+    decoder, _, _ = tiny("llama", device, torch.float32)
+    points = (1, 2, 3)
+    tensors = start(decoder.arch, points, torch.ones(decoder.arch.hidden_size), 1, final_adapter=False)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3 / max(1, tensor.shape[-1]) ** 0.5)
+    junctions = Junctions.of(decoder.arch, points, {name: tensor.to(device) for name, tensor in tensors.items()})
+    ids = torch.randint(3, decoder.arch.vocab_size, (1, PROMPT + tokens), generator=torch.Generator().manual_seed(1))
+    found = []
+    for graphs in (False, True):
+        model = Nvium(decoder, junctions, max_deferred=7)
+        if graphs:
+            model.graphs = SegmentGraphs(decoder, model.segments)
+        cache, sampler = model.new_cache(1, ids.shape[1]), Sampler(Sampling(temperature=1.0, seed=3))
+        with torch.inference_mode():
+            model.prefill(ids[:, :PROMPT], cache, sampler)
+            outputs = [model.decode(ids[:, at : at + 1], cache, sampler) for at in range(PROMPT, ids.shape[1])]
+        found.append([(output.token, output.depth, output.passes) for output in outputs])
+    same = sum(ours == theirs for ours, theirs in zip(*found, strict=True)) / len(found[0])
+    broken = "" if model.graphs is None else model.graphs.broken
+    return Check("graphs = eager, N-vium, float32", same > 0.99 and not broken, f"{same:.1%} the same {broken}")
 
 
 def _streamed(device: torch.device) -> Check:

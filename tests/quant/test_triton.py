@@ -31,6 +31,24 @@ def test_in_the_interpreter() -> None:
     assert "skipped" not in found.stdout
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux only)")
+def test_kernels_compile_for_a_gpu_and_keep_to_its_registers(tmp_path: Path) -> None:
+    """Triton and the ptxas in its wheel need no GPU to compile for one. A stack would be registers spilled."""
+    found = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_triton.py"))],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+    lines = found.stdout.splitlines()
+    assert len(lines) == 6
+    assert all(line.endswith("STACK:0") for line in lines), found.stdout
+    assert all("cp.async True" in line for line in lines if "rows" in line), "loads do not run ahead"
+    assert all(("mma True" in line) is line.startswith("16 rows") for line in lines)
+
+
 def test_nothing_imports_triton_on_a_cpu() -> None:
     program = """
 import sys, torch
