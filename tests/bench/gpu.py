@@ -95,9 +95,8 @@ def triton_version() -> str:
 
 
 def bandwidth(device: torch.device, tiny: bool) -> float:
-    """The best of three readings; on a GPU of 8 GiB, so that a launch does not count."""
-    nbytes = 1 << 20 if tiny else 8 << 30 if device.type == "cuda" else 512 << 20
-    return MemoryReader(device, nbytes).bytes_per_second() / 1e9
+    """The best of three readings, of 8 GiB."""
+    return MemoryReader(device, 1 << 20 if tiny else 8 << 30).bytes_per_second() / 1e9
 
 
 def measure(name, config, device, steps, contexts, rounds, stop) -> list[dict]:
