@@ -66,9 +66,13 @@ def suitable_batch(model: BatchModel, context_size: int) -> int:
     has room for more. Keys and values of rows of `context_size` tokens may take half the memory that is free.
     """
     probe = model.new_cache(1, 1)
-    free = free_memory(probe.device)
-    fitting = free // (2 * probe.nbytes * context_size)
+    fitting = free_memory(probe.device) // (2 * bytes_per_token(probe) * context_size)
     return max(1, min(CPU_ROWS if probe.device.type == "cpu" else GPU_ROWS, fitting))
+
+
+def bytes_per_token(cache: KVCache) -> int:
+    """Return the bytes of a token's keys and values. Caches of CUDA graphs are larger than what was asked for."""
+    return cache.nbytes // (cache.batch * cache.capacity)
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ResourceError, UsageError
-from .batch import BatchModel, free_memory
+from .batch import BatchModel, bytes_per_token, free_memory
 from .bench import Contender, Lap
 from .generate import Model, PromptCache, StepOutput, generate
 from .sampling import Sampler, Sampling
@@ -67,7 +67,7 @@ def check_room(model: Model, rows: int, capacity: int) -> None:
     if not isinstance(model, BatchModel):
         return  # `lane` says so
     probe = model.new_cache(1, 1)
-    need, free = probe.nbytes * rows * capacity, free_memory(probe.device)
+    need, free = bytes_per_token(probe) * rows * capacity, free_memory(probe.device)
     if need > free:
         sizes = f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
         what = f"Keys and values of {rows} texts of {capacity} tokens take {sizes}"
