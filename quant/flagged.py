@@ -14,16 +14,33 @@ from .probe import TRITON_ROWS, triton_works
 
 
 def join_dense(linears: Sequence[DenseLinear]) -> DenseLinear:
-    """Several dense linears of one input as one, along their outputs; from now on they share its memory."""
+    """Several dense linears of one input as one, along their outputs; from now on they share its memory.
+
+    Joined again (by another model over the same weights) they still do, and nothing is copied.
+    """
     if len(linears) == 1:
         return linears[0]
+    weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    whole = DenseLinear(torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None)
+    joined = _adjacent(weights)
+    weight = torch.cat(weights) if joined is None else joined
+    whole = DenseLinear(weight, torch.cat(biases) if biases else None)
     first = 0
     for linear in linears:
         linear.weight = whole.weight[first : first + linear.out_features]
         first += linear.out_features
     return whole
+
+
+def _adjacent(weights: Sequence[Tensor]) -> Tensor | None:
+    """One view of weights [N_i, K] that lie one behind the other in one storage; None where they do not."""
+    first = weights[0]
+    place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != storage or not weight.is_contiguous():
+            return None
+        place += weight.nbytes
+    return first.as_strided((sum(len(weight) for weight in weights), first.shape[1]), first.stride())
 
 
 class FlaggedLinear:
