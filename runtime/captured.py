@@ -98,8 +98,11 @@ class TokenGraphs:
         free = self._owner is None or self._owner() is None
         if self._home is not None and free and self._home.capacity >= capacity:
             cache = self._home.renewed()
+            cache.wipe()
             self._owner = weakref.ref(cache)
         else:
+            if free:
+                self._forget()  # its memory, before more is asked for
             decoder = self._decoder
             rounded = -(-capacity // LEAST_BUCKET) * LEAST_BUCKET
             cache = StaticCache(decoder.arch, batch=1, capacity=rounded, dtype=decoder.dtype, device=decoder.device)
@@ -135,11 +138,16 @@ class TokenGraphs:
             (start,) = cache.starts(range(self._decoder.arch.num_layers))
             cache.check_room((start,), (1,))
         if self._home is None or self._home.buffers(0)[0] is not cache.buffers(0)[0]:
-            self._graphs.clear()
-            self._frames = {}
+            self._forget()
             self._home, self._owner = cache.renewed(), weakref.ref(cache)
             self._token.fit(cache.capacity)
         return start
+
+    def _forget(self) -> None:
+        """Let go of the graphs and of the memory that they work in."""
+        self._graphs.clear()
+        self._frames = {}
+        self._home = self._owner = None
 
     def _output(self, logits: Tensor, chosen: Tensor, sampler: Sampler | None) -> StepOutput:
         """One wait for the device at most, and none where nothing is asked for."""
@@ -187,7 +195,7 @@ class CapturedDense(Dense):
 
     def __init__(self, model: Dense, reporter: Reporter | None = None) -> None:
         super().__init__(model.decoder)
-        self._model, self._reporter = model, reporter
+        self._reporter = reporter
         self._made: TokenGraphs | None = None
 
     @property

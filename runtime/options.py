@@ -48,7 +48,7 @@ class SessionOptions:
     gpu_memory: str | None = None
     """Device memory to fill with backbone blocks: "auto", "8GiB", "90%"."""
     cuda_graphs: bool = True
-    """Decode single texts as CUDA graphs where that can be (GPU; dense models and River)."""
+    """Decode single texts as CUDA graphs where that can be (GPU; not lossless River, not streamed blocks)."""
     chat_template: str | None = None
     """A file, or a name; instead of the model's own."""
     cache_dir: Path | None = None

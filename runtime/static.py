@@ -41,6 +41,12 @@ class StaticCache(KVCache):
         other.restart()
         return other
 
+    @torch.inference_mode()  # the memory may be of a cache that was made in it
+    def wipe(self) -> None:
+        """Zero the memory: masked entries are multiplied by a weight of 0, so an earlier text's NaN would spread."""
+        for buffer in (*self._keys, *self._values):
+            buffer.zero_()
+
     def restart(self) -> None:
         """Be empty, and independent of the cache that this one is a copy of."""
         self._keys, self._values = list(self._keys), list(self._values)

@@ -56,7 +56,7 @@ class SegmentGraphs:
         """Take the states h [1, n, hidden] at the step's positions through a segment; None where there is no graph."""
         count = h.shape[1]
         lent = None if self._lent is None else self._lent()
-        if self.broken or lent is None or cache is not lent or count > MOST_ROWS:
+        if self.broken or lent is None or cache is not lent or count > MOST_ROWS or self._turns(step):
             return None
         self._settle(lent)
         rows = 1 << (count - 1).bit_length()
@@ -75,6 +75,13 @@ class SegmentGraphs:
         for layer in self._segments[segment]:
             lent.claim(step, layer)
         return out[:, :count].clone()
+
+    def _turns(self, step: Step) -> bool:
+        """Whether the tables rotate the step's first token otherwise than its last (longrope, dynamic NTK).
+
+        An eager pass rotates all of a stretch as its last one.
+        """
+        return any(rope.regime(step.start + 1) != rope.regime(step.end) for rope in self._decoder.arch.ropes)
 
     def _pass(self, segment: int, h: Tensor, positions: Tensor, frame: StaticFrame, cache: DeferredCache) -> Tensor:
         step = StaticStep(frame, positions)

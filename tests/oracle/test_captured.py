@@ -19,7 +19,7 @@ import torch
 from adapt_llm.errors import UsageError
 from adapt_llm.quant.linear import DenseLinear
 from adapt_llm.quant.quantizers import QUANTIZERS
-from adapt_llm.runtime import static
+from adapt_llm.runtime import batch, static
 from adapt_llm.runtime.block import Block
 from adapt_llm.runtime.cache import PassStore, RotationChangedError
 from adapt_llm.runtime.captured import CapturedDense, CapturedRiver, captured
@@ -32,6 +32,7 @@ from adapt_llm.runtime.offload import StreamedBlocks
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.sampling import Sampler, Sampling
+from adapt_llm.runtime.static_exits import joined
 from adapt_llm.runtime.store import open_safetensors
 
 LENGTH, PROMPT = 30, 5
@@ -249,6 +250,43 @@ def test_a_cache_lends_its_memory_on_and_growing_moves_it(tiny_model: Callable, 
     assert second.lengths[0] == (larger - 1,)
     third = graphs.new_cache(1, 40)  # the second is in use
     assert third.buffers(0)[0].data_ptr() != second.buffers(0)[0].data_ptr()
+
+
+def test_broken_numbers_of_an_earlier_text_do_not_reach_the_next(
+    tiny_model: Callable, tiny: ModuleType, no_eager: None
+) -> None:
+    graphs, ids = CapturedDense(Dense(tiny_model("llama").decoder)), tiny.random_ids(1, PROMPT)
+    cache = graphs.new_cache(1, 40)
+    expected = tokens(graphs, ids, 3, cache)
+    for buffer in cache.buffers(0):
+        buffer.fill_(torch.nan)
+    place = cache.buffers(0)[0].data_ptr()
+    del cache, buffer
+    cache = graphs.new_cache(1, 40)
+    assert cache.buffers(0)[0].data_ptr() == place
+    assert tokens(graphs, ids, 3, cache) == expected
+
+
+def test_the_rows_of_a_batch_are_counted_by_the_token(tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of graphs is larger than what was asked for."""
+    dense = Dense(tiny_model("llama").decoder)
+    free = 2 * 3 * dense.new_cache(1, 50).nbytes
+    monkeypatch.setattr(batch, "free_memory", lambda _device: free)
+    assert batch.suitable_batch(dense, 50) == batch.suitable_batch(CapturedDense(dense), 50) == 3
+
+
+def test_weights_joined_by_two_models_are_in_memory_once(tiny_model: Callable) -> None:
+    model = tiny_model("llama")
+    decoder = load_decoder(model.arch, model.store, device="cpu", dtype=torch.float32)
+    block, x = decoder.blocks[0], torch.randn(1, 2, model.arch.hidden_size)
+    expected = [torch.cat(list(part(x)), -1) for part in (block.qkv, block.gate_up)]
+    first, second = (joined(model.arch, block, anywhere=True) for _ in range(2))
+    for part in ("qkv", "gate_up"):
+        (whole,), (again,) = (getattr(each, part).linears for each in (first, second))
+        assert whole.weight.data_ptr() == again.weight.data_ptr() == getattr(block, part).linears[0].weight.data_ptr()
+        assert whole.weight.shape == again.weight.shape
+    found = [torch.cat(list(part(x)), -1) for part in (second.qkv, second.gate_up)]
+    torch.testing.assert_close(found, expected)
 
 
 def test_what_has_no_graph_runs_eagerly(tiny_model: Callable, tiny: ModuleType) -> None:

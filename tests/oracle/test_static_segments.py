@@ -75,6 +75,16 @@ def test_tokens_depths_and_passes_are_the_eager_ones(name: str, most: int, made:
         torch.testing.assert_close(ours.logits, theirs.logits, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+def test_a_prompt_past_the_length_where_rotations_change(name: str, made: Callable, tiny: ModuleType) -> None:
+    """All of a stretch is rotated as its last token, which tables of single tokens do not do."""
+    ids, outputs = tiny.random_ids(1, 40), []
+    for graphs in (False, True):
+        model = made(name, graphs=graphs)
+        outputs.append(model.prefill(ids, model.new_cache(1, 41)))
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **TOLERANCE)
+
+
 def test_passes_come_in_few_shapes(made: Callable, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = set()
 
