@@ -65,7 +65,7 @@ class Router:
 
     def scores(self, x: Tensor) -> list[float]:
         """The same of few x [R, hidden], as numbers; nothing is differentiated."""
-        if x.shape[0] > 1 or not x.is_cpu:
+        if x.shape[0] > 1 or not x.is_cpu or self._trained:  # `_difference` is of before the training
             return self(x).tolist()
         u, (weight, bias) = self._inside(x)[0], self._difference
         mean = float(u.dot(u)) / len(u)

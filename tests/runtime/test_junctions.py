@@ -179,9 +179,13 @@ def test_a_router_says_the_same_in_training_when_running_and_as_numbers(dtype: t
     tensors = {name: each if name.endswith(exact) else each.to(dtype) for name, each in tensors.items()}
     trained = {name: each.clone().requires_grad_() for name, each in tensors.items()}
     x = torch.randn(rows, ARCH.hidden_size, dtype=dtype)
-    wanted = Junctions.of(ARCH, (1,), trained)[0].router(x).detach()
+    learning = Junctions.of(ARCH, (1,), trained)[0].router
+    wanted = learning(x).detach()
     router = Junctions.of(ARCH, (1,), tensors)[0].router
     atol, rtol = (1e-5, 1e-4) if dtype is torch.float32 else (0.1, 0.05)
     torch.testing.assert_close(router(x), wanted, atol=atol, rtol=rtol)
     torch.testing.assert_close(torch.tensor(router.scores(x)), router(x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.tensor(router.shifted(1.5).scores(x)), router(x) + 1.5, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        trained["junctions.1.router.head.weight"].mul_(2)  # a step of the optimiser
+    torch.testing.assert_close(torch.tensor(learning.scores(x)), learning(x).detach(), atol=1e-5, rtol=1e-5)
