@@ -40,7 +40,7 @@ PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
 }
 
 /* One token at `position`: its projected heads, and the cache that its key and value go to. Of several tokens in a row
- * each sees those before it, and gets what it would get alone: they are done one after the other. */
+ * each sees those before it, and gets what it would get alone: all enter the cache first, and none looks beyond itself. */
 typedef struct {
     const Isa *isa;
     Team team;
@@ -53,7 +53,6 @@ typedef struct {
     int64_t rotary, position;
     float eps, scale;
     Attention attention;
-    atomic_llong next;
 } Token;
 
 /* One head, turned: pairs (i, i + rotary / 2) rotate, the dimensions behind `rotary` pass. */
@@ -88,30 +87,22 @@ static void enter(Token *token, float *q, float *spare) {
     }
 }
 
-static void attend_groups(void *data) {
-    Token *token = data;
-    for (;;) {
-        int64_t group = atomic_fetch_add_explicit(&token->next, 1, memory_order_relaxed);
-        if (group >= token->attention.groups) return;
-        token->isa->attend(&token->attention, group);
-    }
-}
+/* Every group of heads of every token, for whichever thread comes next. */
+typedef struct {
+    const Isa *isa;
+    const Attention *tokens;
+    int64_t count;
+    atomic_llong next;
+} Tasks;
 
-static int run(Token *token) {
-    Attention *a = &token->attention;
-    a->padded = (a->width + PAD - 1) / PAD * PAD;
-    size_t all = (size_t)((a->heads + a->groups) * a->padded);
-    float *room = calloc(3 * all + (size_t)a->padded, sizeof(float));
-    if (!room) return 0;
-    a->q = room;
-    a->sums = room + all;
-    enter(token, room, room + 2 * all);
-    atomic_init(&token->next, 0);
-    int64_t threads = token->threads < a->groups ? token->threads : a->groups;
-    if (threads > 1 && token->team) token->team(attend_groups, token, (unsigned)threads, 0);
-    else attend_groups(token);
-    free(room);
-    return 1;
+static void attend_next(void *data) {
+    Tasks *tasks = data;
+    int64_t groups = tasks->tokens->groups, count = tasks->count * groups;
+    for (;;) {
+        int64_t at = atomic_fetch_add_explicit(&tasks->next, 1, memory_order_relaxed);
+        if (at >= count) return;
+        tasks->isa->attend(&tasks->tokens[at / groups], at % groups);
+    }
 }
 
 /* Tokens at `position` and behind it; `window`: positions that each one sees at most, its own included; 0: all. */
@@ -119,21 +110,42 @@ typedef struct {
     int64_t rows, heads_stride, value_stride, window;
 } Rows;
 
-static int run_rows(Token *token, const Rows *rows) {
-    const Attention first = token->attention;
-    for (int64_t r = 0; r < rows->rows; r++) {
-        Attention *a = &token->attention;
-        *a = first;
+/* The tokens enter the cache; `all` is the room for one's queries, and for its sums, behind each other. */
+static void enter_all(Token *token, const Rows *rows, Attention *tokens, float *room, float *spare, size_t all) {
+    for (int64_t r = 0; r < rows->rows; r++, room += 2 * all) {
+        Attention *a = &tokens[r];
+        *a = token->attention;
+        a->q = room;
+        a->sums = room + all;
         a->out += r * a->heads * a->width;
         if (rows->window && token->position + 1 - rows->window > a->first) a->first = token->position + 1 - rows->window;
         a->count = token->position + 1 - a->first;
-        if (!run(token)) return 0;
+        enter(token, room, spare);
         token->position++;
         token->heads += rows->heads_stride;
         if (token->value) token->value += rows->value_stride;
         if (token->cos) token->cos += token->rotary, token->sin += token->rotary;
     }
-    return 1;
+}
+
+static int run_rows(Token *token, const Rows *rows) {
+    Attention *a = &token->attention;
+    a->padded = (a->width + PAD - 1) / PAD * PAD;
+    size_t all = (size_t)((a->heads + a->groups) * a->padded), many = 2 * (size_t)rows->rows * all;
+    Attention *tokens = malloc((size_t)rows->rows * sizeof(Attention));
+    float *room = calloc(many + all + (size_t)a->padded, sizeof(float));
+    int done = tokens && room;
+    if (done) {
+        enter_all(token, rows, tokens, room, room + many, all);
+        Tasks tasks = {.isa = token->isa, .tokens = tokens, .count = rows->rows};
+        atomic_init(&tasks.next, 0);
+        int64_t most = rows->rows * a->groups, threads = token->threads < most ? token->threads : most;
+        if (threads > 1 && token->team) token->team(attend_next, &tasks, (unsigned)threads, 0);
+        else attend_next(&tasks);
+    }
+    free(tokens);
+    free(room);
+    return done;
 }
 
 enum { ATTEND_NUMBERS = 22 };

@@ -16,7 +16,7 @@ from . import native
 
 GATES = {"silu": 0, "gelu_tanh": 1}  # enum in native.h
 MAX_ROWS = 64  # one thread does the work; beyond, torch's threads pay
-LONG = 512  # keys from which on other threads are woken
+LONG = 512  # keys, those of several tokens added, from which on other threads are woken
 CHECK_TOLERANCE = 0.01  # of the largest output: two roundings to bf16 differ by 0.008 at most
 
 
@@ -77,7 +77,7 @@ class Gate:
 class TokenAttention:
     """One token of one sequence: its heads are normed and rotated, its key and value stored, then it attends.
 
-    Several tokens in a row are done one after the other, each exactly as if it came alone.
+    Several tokens in a row each get exactly what they would get alone; threads share tokens and groups of heads.
     `heads` queries of `width` over `groups` of keys and values. `factors` float32 [heads (+ groups), width] is a norm
     over each head of query and key, with `eps`.
     """
@@ -133,7 +133,7 @@ class TokenAttention:
             fits = _plain(cos, rows * rotary) and _plain(sin, rows * rotary) and rotary <= width
             _check(fits, "the rotation does not fit")
             turn = (cos.data_ptr(), sin.data_ptr())
-        threads = threads or (torch.get_num_threads() if len(seen) > LONG else 1)
+        threads = threads or (torch.get_num_threads() if len(seen) * rows > LONG else 1)
         out = heads.new_empty((1, rows, queries * width))
         places = (heads.data_ptr(), 0 if value is None else value.data_ptr(), *turn, self._at)
         stored = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
