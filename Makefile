@@ -17,7 +17,7 @@ help:
 	@echo "make fix     ruff --fix and format"
 	@echo "make models  fetch the small real models that the marked tests use"
 
-$(BIN)/adapt: pyproject.toml constraints.txt quant/kernels/*.c
+$(BIN)/adapt: pyproject.toml constraints.txt $(wildcard quant/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
