@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from ..errors import FormatError
+
 TOKENS, TOKENS_A_WIDTH = 1 << 15, 16
 RIDGE, RIDGE_FEW = 1e-3, 0.1
 """Of a state's own square: with many tokens, and times hidden size over tokens with few."""
@@ -56,6 +58,8 @@ def fit_exits(
     start: junctions as they would begin otherwise; routers are kept.
     parts: the states at the junctions [K, R, d] and, of the same tokens, what the last exit gives the head [R, d].
     head: [V, d]; an error counts by what it does to the logits. eps: of the norms.
+
+    A junction of which no token was counted stays as it was. Raises FormatError where states are not finite.
     """
     hidden = head.shape[1]
     moments: list[Moments] = []
@@ -66,6 +70,11 @@ def fit_exits(
     root, back = _roots(_gram(head))
     fitted = dict(start)
     for number, each in enumerate(moments, start=1):
+        if not each.tokens:
+            continue
+        if not bool(torch.isfinite(each.squares).all() & torch.isfinite(each.products).all()):
+            what = f"The states at junction {number} are not finite: the model's numbers overflow on this text"
+            raise FormatError(what, "Try --dtype fp32, or another text.")
         names = (f"junctions.{number}.{name}.weight" for name in ("norm", "adapter.up", "adapter.down"))
         fitted |= zip(names, linear_exit(each, root, back), strict=True)
     return fitted

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from adapt_llm.convert.exit_fit import TOKENS, TOKENS_A_WIDTH, fit_exits, fit_tokens
+from adapt_llm.errors import FormatError
 from adapt_llm.runtime.attention import RMSNorm
 from adapt_llm.runtime.junctions import Adapter
 
@@ -62,6 +63,21 @@ def test_few_tokens_and_empty_dimensions_do_no_harm(tokens: int) -> None:
     fitted = fit_exits({}, [(h[None], y)], head, EPS)
     assert all(bool(tensor.isfinite().all()) for tensor in fitted.values())
     assert float(exit_of(fitted, 1, h).square().mean()) < 4 * float(y.square().mean())
+
+
+def test_no_tokens_change_nothing() -> None:
+    h, head = drawn(16, 0, 4)
+    start = {"junctions.1.norm.weight": torch.ones(16)}
+    assert fit_exits(start, [(h[None, :0], h[:0])], head, EPS) == start
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_states_that_are_not_finite_are_told(value: float) -> None:
+    h, head = drawn(16, 0, 40)
+    y = h.clone()
+    y[7, 3] = value
+    with pytest.raises(FormatError, match="junction 1 are not finite"):
+        fit_exits({}, [(h[None], y)], head, EPS)
 
 
 def test_tokens_of_a_fit() -> None:
