@@ -6,7 +6,7 @@ imports the harness when it is imported; `adapt eval --tasks` goes through `task
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
@@ -123,7 +123,7 @@ class AdaptLM(TemplateLM):
 
     def loglikelihood(self, requests: Sequence[Request], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See TemplateLM; progress goes through the reporter."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return super().loglikelihood(cast("list[Any]", requests), disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self,

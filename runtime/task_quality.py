@@ -99,7 +99,7 @@ def _run(model: "AdaptLM", settings: TaskSettings, manager: Any) -> dict[str, An
         loaded = manager.load(list(settings.names))
         for task in loaded["tasks"].values():
             _set_shots(task, settings)
-        found = evaluate(
+        found: Any = evaluate(
             lm=model,
             task_dict=loaded,
             limit=settings.limit,

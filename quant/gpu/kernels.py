@@ -214,7 +214,7 @@ def flagged(
             acc = _int4_row(x, words, scales, zeros, order, n, N, K, W, group, BLOCK_N, WORDS, RUN, HAS_ORDER, STAGES)
         if HAS_BIAS:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < N)
+        tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < N)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         m = tl.arange(0, ROWS)
         if BOTH:
@@ -248,7 +248,11 @@ def flagged(
         if HAS_BIAS:
             sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         inside = (m < M)[:, None] & (n < N)[None, :]
-        tl.store(out + m[:, None] * stride + n[None, :], sums.to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + m[:, None] * stride + n[None, :],
+            sums.to(out.dtype.element_ty),  # pyright: ignore[reportAttributeAccessIssue]
+            mask=inside,
+        )
 
 
 @triton.jit
