@@ -255,10 +255,11 @@ def test_states_are_read_once_however_often_it_stops(request_for, monkeypatch: p
 
 
 def test_changed_settings_never_resume(request_for) -> None:
+    """From the first checkpoint on; before it there is nothing that another command could spoil."""
     with pytest.raises(ConnectionAbortedError):
-        convert(request_for("changed", "scratch"), Listening(stop_at="step 10/30"))
+        convert(request_for("changed", "scratch", checkpoint_every=5), Listening(stop_at="step 10/30"))
     with pytest.raises(UsageError, match="beta"):
-        convert(request_for("changed", "scratch", beta=0.3))
+        convert(request_for("changed", "scratch", checkpoint_every=5, beta=0.3))
 
 
 def test_two_processes_make_one_bundle(request_for, empty: Path, text: Path, tmp_path: Path) -> None:
