@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..runtime.bundle import Bundle
-from ..runtime.loading import resolve_device, resolve_dtype
 from ..runtime.manifest import Quality
 from ..runtime.methods import Nvium as NviumSettings
 from ..runtime.nvium import Nvium
@@ -70,15 +69,12 @@ def tune_nvium(bundle: Bundle, settings: NviumSettings, request: TuneRequest, re
 
 
 def _fingerprint(bundle: Bundle, halves: Halves, request: TuneRequest) -> str:
-    device = resolve_device(request.options.device)
     return fingerprint(
         bundle,
+        request,
         text=halves.used.sha256,
         tokens=halves.used.tokens,
-        seed=request.seed,
         loss_from="the better one",
-        device=device.type,
-        dtype=str(resolve_dtype(request.options.dtype, device)),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import AdaptError
 from ..runtime.bundle import Bundle
+from ..runtime.loading import resolve_device, resolve_dtype
 from ..runtime.manifest import MANIFEST_NAME, Manifest
 from ..runtime.method_settings import MethodSettings
 from ..runtime.progress import Reporter
@@ -34,11 +35,14 @@ class Outcome:
         return {**self.tuned.model_dump(mode="json"), "measured": self.measured, "stored": self.stored}
 
 
-def fingerprint(bundle: Bundle, **inputs: Any) -> str:  # noqa: ANN401 - anything that JSON holds
-    """Return the sha256 of what measurements depend on: the weights, and `inputs`."""
+def fingerprint(bundle: Bundle, request: TuneRequest, **inputs: Any) -> str:  # noqa: ANN401 - anything that JSON holds
+    """Return the sha256 of what measurements depend on: weights, seed, device, number format, and `inputs`."""
+    device = resolve_device(request.options.device)
+    place = {"device": device.type, "dtype": str(resolve_dtype(request.options.dtype, device))}
     files = {**bundle.manifest.backbone.files, **bundle.manifest.files}
     weights = {name: record.sha256 for name, record in files.items() if name.endswith(".safetensors")}
-    known = {"version": MEASUREMENT, "weights": weights, "base": bundle.manifest.base.config_sha256, **inputs}
+    known = {"version": MEASUREMENT, "weights": weights, "base": bundle.manifest.base.config_sha256, **place}
+    known |= {"seed": request.seed, **inputs}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode("utf-8")).hexdigest()
 
 

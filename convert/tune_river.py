@@ -91,17 +91,14 @@ def _say_lossless(tuned: Tuned, point: TunedPoint, river: River, layers: int, re
 
 
 def _fingerprint(bundle: Bundle, river: River, halves: Halves, request: TuneRequest) -> str:
-    device = resolve_device(request.options.device)
     return fingerprint(
         bundle,
+        request,
         text=halves.used.sha256,
         tokens=halves.used.tokens,
-        seed=request.seed,
         entry_layer=river.entry_layer,
         resident=river.resident,
         held=HELD,
-        device=device.type,
-        dtype=str(resolve_dtype(request.options.dtype, device)),
     )
 
 

@@ -11,7 +11,6 @@ from ..errors import UsageError
 from ..runtime.bundle import Bundle
 from ..runtime.classify_loading import document_reader, load_classifier
 from ..runtime.label_quality import spread
-from ..runtime.loading import resolve_device, resolve_dtype
 from ..runtime.methods import Decision, FixedLayer, LabelledRows, Thresholds, TwoDee
 from ..runtime.operating_point import best_accuracy, cheapest
 from ..runtime.progress import Reporter
@@ -67,15 +66,12 @@ def tune_twodee(bundle: Bundle, settings: TwoDee, request: TuneRequest, reporter
 
 
 def _fingerprint(bundle: Bundle, data: LabelledData, request: TuneRequest) -> str:
-    device = resolve_device(request.options.device)
     return fingerprint(
         bundle,
+        request,
         rows=data.sha256,
         count=len(data),
-        seed=request.seed,
         fields=(request.text_field, request.label_field),
-        device=device.type,
-        dtype=str(resolve_dtype(request.options.dtype, device)),
     )
 
 
