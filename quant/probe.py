@@ -19,8 +19,9 @@ from .planes import Planes
 
 Kernel = Literal["native", "aten_cpu", "aten_cuda", "triton"]
 _ATEN_CPU_ROWS = 4  # it works in blocks of four rows; from five on it gains nothing
-TRITON_ROWS = 16
 _ATEN_CUDA_ROWS = 16  # one tile of rows; for many more, dequantising once is faster
+TRITON_ROWS = 16
+"""Rows of a Triton product at most: likewise."""
 
 
 @dataclass(frozen=True)

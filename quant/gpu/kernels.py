@@ -42,6 +42,22 @@ def _load_inputs(  # noqa: ANN202 - jit
 
 
 @triton.jit
+def _load_words(words: tl.tensor, n: tl.tensor, w: tl.tensor, N: int, W: tl.constexpr):  # noqa: ANN202 - jit
+    """Words w of rows n: eight codes each."""
+    inside = (n < N)[:, None] & (w < W)[None, :]
+    return tl.load(words + n.to(tl.int64)[:, None] * W + w[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _load_of_group(  # noqa: ANN202 - jit
+    values: tl.tensor, n: tl.tensor, k: tl.tensor, N: int, K: tl.constexpr, group: tl.constexpr
+):
+    """Scales or zeros [G, N] of rows n, for the groups of inputs k: float32 [n, k]."""
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    return tl.load(values + (k // group)[None, :] * N + n[:, None], mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def _int4_row(  # noqa: ANN202 - jit
     x: tl.tensor,
     words: tl.tensor,
@@ -61,17 +77,14 @@ def _int4_row(  # noqa: ANN202 - jit
 ):
     """One row of x times rows n of the weight: float32 [BLOCK_N]. The zero leaves the sum as z * sum(x)."""
     acc = tl.zeros([BLOCK_N, WORDS], tl.float32)
-    rows = (n < N)[:, None]
     for start in tl.range(0, W, WORDS, num_stages=STAGES):
         w = start + tl.arange(0, WORDS)
-        packed = tl.load(words + n.to(tl.int64)[:, None] * W + w[None, :], mask=rows & (w < W)[None, :], other=0)
+        packed = _load_words(words, n, w, N, W)
         first = w // 16 * 128 + w % 16
         for run in tl.static_range(0, 8, RUN):
             k = first + 16 * run
-            at = (k // group)[None, :] * N + n[:, None]
-            inside = rows & (k < K)[None, :]
-            scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-            zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+            scale = _load_of_group(scales, n, k, N, K, group)
+            zero = _load_of_group(zeros, n, k, N, K, group)
             dotted = tl.zeros([BLOCK_N, WORDS], tl.float32)
             total = tl.zeros([WORDS], tl.float32)
             for plane in tl.static_range(0, RUN):
@@ -105,17 +118,14 @@ def _int4_rows(  # noqa: ANN202 - jit
 ):
     """Rows m of x times rows n of the weight: float32 [ROWS, BLOCK_N]. Weights are rounded to the dtype of x."""
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    rows = (n < N)[:, None]
     for start in tl.range(0, W, WORDS, num_stages=STAGES):
         w = start + tl.arange(0, WORDS)
-        packed = tl.load(words + n.to(tl.int64)[:, None] * W + w[None, :], mask=rows & (w < W)[None, :], other=0)
+        packed = _load_words(words, n, w, N, W)
         first = w // 16 * 128 + w % 16
         for run in tl.static_range(0, 8, RUN):
             k = first + 16 * run
-            at = (k // group)[None, :] * N + n[:, None]
-            inside = rows & (k < K)[None, :]
-            scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-            zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+            scale = _load_of_group(scales, n, k, N, K, group)
+            zero = _load_of_group(zeros, n, k, N, K, group)
             for plane in tl.static_range(0, RUN):
                 value = _load_inputs(x, order, m, k + 16 * plane, M, K, HAS_ORDER)
                 code = ((packed >> (4 * (run + plane))) & 15).to(tl.float32)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ..planes import Planes
+from ..probe import TRITON_ROWS
 from .kernels import flagged as _flagged
-
-MAX_ROWS = 16
-"""One tile of the tensor cores; for many more rows, dequantising once is faster."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ def _launch(
     tile: Tile | None,
 ) -> None:
     rows, N = x.shape[0], planes.words.shape[0]
-    if rows > MAX_ROWS:
-        raise ValueError(f"{rows} rows; the product is for up to {MAX_ROWS}")
+    if rows > TRITON_ROWS:
+        raise ValueError(f"{rows} rows; the product is for up to {TRITON_ROWS}")
     tile = tile or (ONE_ROW if rows == 1 else FEW_ROWS)
     x = x.contiguous()
     with torch.cuda.device_of(x):
@@ -95,7 +93,7 @@ def _launch(
             BOTH=flag is not None,
             HAS_ORDER=order is not None,
             HAS_BIAS=bias is not None,
-            ROWS=1 if rows == 1 else MAX_ROWS,
+            ROWS=1 if rows == 1 else TRITON_ROWS,
             BLOCK_N=tile.block_n,
             WORDS=tile.words,
             BLOCK_K=tile.block_k,

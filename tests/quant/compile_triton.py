@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from adapt_llm.quant.gpu import kernels
-from adapt_llm.quant.gpu.products import FEW_ROWS, MAX_ROWS, ONE_ROW
+from adapt_llm.quant.gpu.products import FEW_ROWS, ONE_ROW
+from adapt_llm.quant.probe import TRITON_ROWS
 
 POINTERS = {"flag": "*i32", "words": "*i32", "order": "*i64", "scales": "*bf16"}
 NUMBERS = {"M": "i32", "N": "i32", "stride": "i32"}
@@ -51,8 +52,8 @@ def main() -> None:
             (1, "bf16", "*u8", True, False, 8),
             (1, "bf16", "*bf16", False, True, 2),
             (1, "fp32", "*fp32", True, True, 1),
-            (MAX_ROWS, "bf16", "*u8", True, False, 8),
-            (MAX_ROWS, "fp16", "*bf16", False, True, 1),
+            (TRITON_ROWS, "bf16", "*u8", True, False, 8),
+            (TRITON_ROWS, "fp16", "*bf16", False, True, 1),
         )
     }
     sources["rule, bf16"] = rule("bf16")
