@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,25 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def models() -> Models:
     return Models(Path(os.environ.get("ADAPT_MODELS") or REPOSITORY / ".models"))
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Callable[[Path], None]:
+    """Run a file of tests with Triton's interpreter, in a process of its own; none may fail or be skipped."""
+
+    def run(file: Path) -> None:
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+        assert " passed" in found.stdout
+        assert "skipped" not in found.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ On a CPU the captured function is called; a graph on a GPU replays the same func
 import copy
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -376,19 +375,10 @@ def test_on_a_gpu_the_way_is_chosen_and_said(rivers, on_cuda: None, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux only)")
-def test_river_in_triton_s_interpreter() -> None:
+def test_river_in_triton_s_interpreter(interpreted: Callable[[Path], None]) -> None:
     """A process of its own: the choice of the interpreter changes Triton for good."""
     file = Path(__file__).with_name("interpreted_river.py")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
-    assert " passed" in found.stdout
-    assert "skipped" not in found.stdout
+    interpreted(file)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,9 @@ INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux only)")
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(interpreted: Callable[[Path], None]) -> None:
     """A process of its own: the choice changes Triton for good."""
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(INTERPRETED)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
-    assert " passed" in found.stdout
-    assert "skipped" not in found.stdout
+    interpreted(INTERPRETED)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux only)")
