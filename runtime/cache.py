@@ -277,6 +277,12 @@ class KVCache:
         slot = self.slot_of[layer]
         return self._keys[slot], self._values[slot]
 
+    @torch.inference_mode()  # the memory may be of a cache that was made in it
+    def wipe(self) -> None:
+        """Zero the memory: masked entries are multiplied by a weight of 0, so an earlier text's NaN would spread."""
+        for buffer in (*self._keys, *self._values):
+            buffer.zero_()
+
     def _hold(self, slot: int, lengths: tuple[int, ...]) -> None:
         held = self._held.lengths
         held[slot] = _spliced(held[slot], self._first, lengths)

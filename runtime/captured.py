@@ -22,7 +22,7 @@ from .offload import StreamedBlocks
 from .progress import Reporter, SilentReporter
 from .river import River
 from .sampling import Sampler
-from .static import LEAST_BUCKET, StaticCache, StaticFrame, StaticStep, bucket_of, tables_in_turn
+from .static import LEAST_BUCKET, StaticCache, StaticFrame, StaticFrames, StaticStep, bucket_of
 from .static_exits import DeviceRule, joined, river_blocks, thresholds_of
 from .static_segments import SegmentGraphs
 
@@ -39,14 +39,6 @@ class TokenPass:
         self.ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self._vocabulary = torch.arange(decoder.arch.vocab_size, device=device)
-        self._tables: list[Tensor] = []
-        self._capacity = 0
-
-    def fit(self, capacity: int) -> None:
-        """Have rotations for `capacity` positions; graphs made before are of no use afterwards."""
-        if capacity > self._capacity:
-            decoder, self._capacity = self._decoder, capacity
-            self._tables = tables_in_turn(decoder.arch.ropes, capacity, decoder.device, decoder.dtype)
 
     def run(self, cache: StaticCache, frame: StaticFrame) -> Result:
         """Append the token to the cache; running it again on the same inputs changes nothing."""
@@ -60,12 +52,6 @@ class TokenPass:
                 rule.ask(layer, before, h, self.position)
         logits = self._decoder.logits(h[:, -1])
         return logits, self._chosen(logits)
-
-    def frame(self, bucket: int) -> StaticFrame:
-        """What passes over `bucket` positions share."""
-        decoder = self._decoder
-        keys = torch.arange(bucket, device=decoder.device)
-        return StaticFrame(decoder.arch, self._tables, keys, decoder.dtype)
 
     def _chosen(self, logits: Tensor) -> Tensor:
         best = logits.max()
@@ -83,15 +69,17 @@ class TokenGraphs:
 
     def __init__(self, decoder: Decoder, token: TokenPass, *, exits: bool, reporter: Reporter | None = None) -> None:
         self._decoder, self._token, self._exits = decoder, token, exits
-        self._reporter = reporter or SilentReporter()
-        self._graphs: Graphs[Result] = Graphs(decoder.device)
-        self._frames: dict[int, StaticFrame] = {}
+        self._graphs: Graphs[Result] = Graphs(decoder.device, reporter)
+        self._frames = StaticFrames(decoder.arch, decoder.device, decoder.dtype)
         self._lent: weakref.ref[StaticCache] | None = None
         self._home: StaticCache | None = None
         self._owner: weakref.ref[StaticCache] | None = None  # who uses the memory of `_home`
         self._switches = any(rope.kind == "longrope" for rope in decoder.arch.ropes)
-        self.broken = ""
+
+    @property
+    def broken(self) -> str:
         """Why no graph can be made; empty as long as they can."""
+        return self._graphs.broken
 
     def new_cache(self, capacity: int) -> StaticCache:
         """Make an empty cache of one row, over the memory of an earlier one where that is free and large enough."""
@@ -118,16 +106,12 @@ class TokenGraphs:
         self._token.ids.copy_(ids.view(1, 1))
         self._token.position.fill_(start)
         bucket = bucket_of(start + 1, lent.capacity)
-        frame = self._frames.get(bucket)
-        if frame is None:
-            frame = self._frames[bucket] = self._token.frame(bucket)
-        try:
-            logits, chosen = self._graphs.run(bucket, lambda: self._token.run(lent, frame))
-        except RuntimeError as error:
-            self.broken = str(error).partition("\n")[0]
-            self._reporter.warn(f"Tokens run without CUDA graphs, and slower: {self.broken}")
+        frame = self._frames.of(bucket)
+        found = self._graphs.attempt(bucket, lambda: self._token.run(lent, frame))
+        if found is None:
             return None
         lent.stored(start + 1)
+        logits, chosen = found
         return self._output(logits.clone(), chosen, sampler)
 
     def _begin(self, ids: Tensor, cache: StaticCache) -> int:
@@ -140,13 +124,12 @@ class TokenGraphs:
         if self._home is None or self._home.buffers(0)[0] is not cache.buffers(0)[0]:
             self._forget()
             self._home, self._owner = cache.renewed(), weakref.ref(cache)
-            self._token.fit(cache.capacity)
+            self._frames.fit(cache.capacity)
         return start
 
     def _forget(self) -> None:
         """Let go of the graphs and of the memory that they work in."""
         self._graphs.clear()
-        self._frames = {}
         self._home = self._owner = None
 
     def _output(self, logits: Tensor, chosen: Tensor, sampler: Sampler | None) -> StepOutput:

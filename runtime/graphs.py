@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from .progress import Reporter, SilentReporter
+
 T = TypeVar("T")
 _WARM_UPS = 2  # the first compiles kernels and makes workspaces, which a capture may not
 
@@ -26,8 +28,10 @@ class Graphs(Generic[T]):
     it returns lies in the graph's own memory, until the same key is run again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, reporter: Reporter | None = None) -> None:
+        self._device, self._reporter = device, reporter or SilentReporter()
+        self.broken = ""
+        """Why no graph can be made; empty as long as they can."""
         self._captured: dict[Hashable, _Captured[T]] = {}
         self._pool = None
 
@@ -49,6 +53,17 @@ class Graphs(Generic[T]):
         with torch.cuda.device(self._device):
             found.graph.replay()
         return found.output
+
+    def attempt(self, key: Hashable, function: Callable[[], T]) -> T | None:
+        """Do as `run`; None from the first capture on that failed, which is told once."""
+        if self.broken:
+            return None
+        try:
+            return self.run(key, function)
+        except RuntimeError as error:
+            self.broken = str(error).partition("\n")[0]
+            self._reporter.warn(f"Tokens run without CUDA graphs, and slower: {self.broken}")
+            return None
 
     def _capture(self, function: Callable[[], T]) -> _Captured[T]:
         with torch.cuda.device(self._device):

@@ -102,15 +102,10 @@ class DeferredCache(KVCache):
         """Keys and values of every slot."""
         return list(zip(self._keys, self._values, strict=True))
 
-    @torch.inference_mode()  # the memory may be of a cache that was made in it
     def adopt(self, memory: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Use the memory of an earlier cache of the same shape, at least as large. This one must be empty.
-
-        It is zeroed: masked entries are multiplied by a weight of 0, so an earlier text's NaN would spread.
-        """
+        """Use the memory of an earlier cache of the same shape, at least as large, wiped. This one must be empty."""
         self._keys, self._values = [keys for keys, _ in memory], [values for _, values in memory]
-        for buffer in (*self._keys, *self._values):
-            buffer.zero_()
+        self.wipe()
         self.capacity = memory[0][0].shape[2]
 
     def narrow(self, first: int, count: int) -> None:

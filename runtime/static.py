@@ -41,12 +41,6 @@ class StaticCache(KVCache):
         other.restart()
         return other
 
-    @torch.inference_mode()  # the memory may be of a cache that was made in it
-    def wipe(self) -> None:
-        """Zero the memory: masked entries are multiplied by a weight of 0, so an earlier text's NaN would spread."""
-        for buffer in (*self._keys, *self._values):
-            buffer.zero_()
-
     def restart(self) -> None:
         """Be empty, and independent of the cache that this one is a copy of."""
         self._keys, self._values = list(self._keys), list(self._values)
@@ -80,6 +74,30 @@ class StaticFrame:
     tables: Sequence[Tensor]
     keys: Tensor
     dtype: torch.dtype
+
+
+class StaticFrames:
+    """The frames of one model, one for each bucket, made when they are first asked for."""
+
+    def __init__(self, arch: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+        self._arch, self._device, self._dtype = arch, device, dtype
+        self._tables: list[Tensor] = []
+        self._capacity = 0
+        self._made: dict[int, StaticFrame] = {}
+
+    def fit(self, capacity: int) -> None:
+        """Have rotations for `capacity` positions; graphs made before are of no use afterwards."""
+        self._made = {}
+        if capacity > self._capacity:
+            self._capacity = capacity
+            self._tables = tables_in_turn(self._arch.ropes, capacity, self._device, self._dtype)
+
+    def of(self, bucket: int) -> StaticFrame:
+        """What passes over `bucket` positions share."""
+        if bucket not in self._made:
+            keys = torch.arange(bucket, device=self._device)
+            self._made[bucket] = StaticFrame(self._arch, self._tables, keys, self._dtype)
+        return self._made[bucket]
 
 
 class StaticStep:

@@ -13,8 +13,8 @@ from torch import Tensor
 from .decoder import Decoder
 from .graphs import Graphs
 from .piggyback import DeferredCache
-from .progress import Reporter, SilentReporter
-from .static import StaticFrame, StaticStep, bucket_of, tables_in_turn
+from .progress import Reporter
+from .static import StaticFrame, StaticFrames, StaticStep, bucket_of
 from .static_exits import joined
 from .step import Step
 
@@ -30,19 +30,20 @@ class SegmentGraphs:
 
     def __init__(self, decoder: Decoder, segments: Sequence[range], reporter: Reporter | None = None) -> None:
         self._decoder, self._segments = decoder, segments
-        self._reporter = reporter or SilentReporter()
         self._blocks = [joined(decoder.arch, block) for block in decoder.blocks]
-        self._graphs: Graphs[Tensor] = Graphs(decoder.device)
-        self._frames: dict[int, StaticFrame] = {}
-        self._tables: list[Tensor] = []
+        self._graphs: Graphs[Tensor] = Graphs(decoder.device, reporter)
+        self._frames = StaticFrames(decoder.arch, decoder.device, decoder.dtype)
         self._home: list[tuple[Tensor, Tensor]] = []
         self._owner: weakref.ref[DeferredCache] | None = None  # who uses the memory of `_home`
         self._lent: weakref.ref[DeferredCache] | None = None
         hidden = decoder.arch.hidden_size
         self._states = torch.zeros(1, MOST_ROWS, hidden, dtype=decoder.dtype, device=decoder.device)
         self._positions = torch.zeros(MOST_ROWS, dtype=torch.int64, device=decoder.device)
-        self.broken = ""
+
+    @property
+    def broken(self) -> str:
         """Why no graph can be made; empty as long as they can."""
+        return self._graphs.broken
 
     def lend(self, cache: DeferredCache) -> None:
         """Let a new cache of one row be the one that has graphs, in the memory of the one before where that is free."""
@@ -64,13 +65,10 @@ class SegmentGraphs:
         positions.copy_(torch.arange(rows).clamp_(max=count - 1) + step.start)
         states[:, :count] = h
         states[:, count:] = h[:, -1:]
-        frame = self._frame(bucket_of(step.end, lent.capacity))
+        frame = self._frames.of(bucket_of(step.end, lent.capacity))
         key = (segment, rows, len(frame.keys))
-        try:
-            out = self._graphs.run(key, lambda: self._pass(segment, states, positions, frame, lent))
-        except RuntimeError as error:
-            self.broken = str(error).partition("\n")[0]
-            self._reporter.warn(f"Tokens run without CUDA graphs, and slower: {self.broken}")
+        out = self._graphs.attempt(key, lambda: self._pass(segment, states, positions, frame, lent))
+        if out is None:
             return None
         for layer in self._segments[segment]:
             lent.claim(step, layer)
@@ -93,15 +91,6 @@ class SegmentGraphs:
         """Forget all graphs where the cache's memory is not the one that they were made for."""
         if self._home and self._home[0][0] is cache.buffers(0)[0]:
             return
-        decoder = self._decoder
         self._graphs.clear()
-        self._frames = {}
         self._home, self._owner = cache.memory, weakref.ref(cache)
-        self._tables = tables_in_turn(decoder.arch.ropes, cache.capacity, decoder.device, decoder.dtype)
-
-    def _frame(self, bucket: int) -> StaticFrame:
-        if bucket not in self._frames:
-            decoder = self._decoder
-            keys = torch.arange(bucket, device=decoder.device)
-            self._frames[bucket] = StaticFrame(decoder.arch, self._tables, keys, decoder.dtype)
-        return self._frames[bucket]
+        self._frames.fit(cache.capacity)
