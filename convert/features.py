@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..runtime.block import Block
-from ..runtime.cache import PassStore
+from ..runtime.pass_store import PassStore
 from ..runtime.decoder import Decoder
 from ..runtime.documents import Document, DocumentReader
 from ..runtime.packed import PackedStep, PackedStore, mean_states

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..runtime.cache import PassStore
+from ..runtime.pass_store import PassStore
 from ..runtime.decoder import Decoder
 from ..runtime.progress import Task
 from .sequences import Batch

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..runtime.block import Block
-from ..runtime.cache import OneLayer
+from ..runtime.pass_store import OneLayer
 from ..runtime.decoder import Decoder
 from ..runtime.progress import Task
 from ..runtime.quality import LOGIT_BYTES

@@ -16,7 +16,7 @@ from ..quant.layout import Int4Matrix, choose_group_size, pack
 from ..quant.quantizers import Hessian, Quantizer
 from ..runtime.architecture import Architecture
 from ..runtime.block import Block
-from ..runtime.cache import PassStore
+from ..runtime.pass_store import PassStore
 from ..runtime.decoder import Decoder, load_block
 from ..runtime.exit_layers import exit_block
 from ..runtime.progress import Task

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..quant.linear import DenseLinear, Linear
 from ..runtime.architecture import Architecture
 from ..runtime.block import Block
-from ..runtime.cache import OneLayer, PassStore
+from ..runtime.pass_store import OneLayer, PassStore
 from ..runtime.decoder import Decoder, load_block, load_frame
 from ..runtime.safetensors_file import TensorInfo
 from ..runtime.step import Step

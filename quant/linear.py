@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from .forms import ATEN_GROUPS, Compact, Native, Rows, aten_scales
 from .joining import fusable, fuse, sort_groups
 from .kernels import native
+from .kernels.chain import Operand
 from .layout import Int4Matrix
 from .planes import Planes
 from .probe import (
@@ -125,6 +126,20 @@ class DenseGroup:
         return out.view(*x.shape[:-1], self._out_features)
 
 
+def operand(linears: Sequence[Linear]) -> Operand | None:
+    """What a native chain multiplies x with for these linears side by side; None where it cannot.
+
+    4-bit matrices are packed, as at their first use.
+    """
+    if not linears:
+        return None
+    dense = [linear for linear in linears if isinstance(linear, DenseLinear) and linear.is_native]
+    if len(dense) == len(linears):
+        return Operand.dense([linear.weight for linear in dense], [linear.bias for linear in dense])
+    (only, *others) = linears
+    return only.operand() if isinstance(only, Int4Linear) and not others else None
+
+
 class Int4Linear:
     """A product with 4-bit matrices stacked along their outputs, in the order given.
 
@@ -163,6 +178,12 @@ class Int4Linear:
         if self._matrices:
             self._product = self._plan()
             self._matrices = ()
+
+    def operand(self) -> Operand | None:
+        """The matrices for a native chain; None where they, or their inputs, are kept otherwise than it reads them."""
+        self.prepare()
+        forms = [kept for kept in self._kept if isinstance(kept, Native)]
+        return Operand.int4(forms[0].packed, self._bias) if len(forms) == 1 and self._order is None else None
 
     def planes(self) -> "list[tuple[Planes, Tensor | None]]":
         """The matrices as planes in the order of their outputs, each with the order of its inputs where it is another.

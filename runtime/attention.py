@@ -71,6 +71,11 @@ class RMSNorm:
         self._few_elements = small.MAX_ROWS * weight.shape[0]
         self._doubled = torch.cat((self._factor, self._factor)) if self._fixed else self._factor
 
+    @property
+    def native_factor(self) -> Tensor | None:
+        """What native operations multiply with, float32 [D]; None where they do not serve."""
+        return None if self._few is None else self._few.factor
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension of x [..., D]."""
         if self._few is not None and x.numel() <= self._few_elements and not x.requires_grad:

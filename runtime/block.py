@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..quant.kernels import small
-from ..quant.linear import DenseGroup, Linear
+from ..quant.kernels.chain import Link
+from ..quant.linear import DenseGroup, Linear, operand
 from .architecture import Architecture
 from .attention import Gated, HeadNorm, RMSNorm, rotate, runs_native
 from .cache import KVStore
@@ -21,6 +22,11 @@ from .step import Pass, Step
 
 class Projection(Protocol):
     """Several products of one input: query with key, and value; or gate and up."""
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """What gives all of them side by side."""
+        ...
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """One tensor [..., N_i] per product of x [..., K]."""
@@ -112,6 +118,28 @@ class Block:
         native = runs_native(norms.before_attention.weight)
         self._gated = Gated(arch.activation, native=native)
         self._token = _token_attention(arch, norms.heads) if native else None
+
+    def link(self) -> Link | None:
+        """The block for a native chain of blocks; None where it has a part that such a chain cannot run."""
+        norms = self.norms
+        inner, middle = norms.before_attention.native_factor, norms.before_mlp.native_factor
+        if self._token is None or inner is None or middle is None:
+            return None
+        after = [None if norm is None else norm.native_factor for norm in (norms.after_attention, norms.after_mlp)]
+        found = [operand(linears) for linears in (self.qkv.linears, [self.output], self.gate_up.linears, [self.down])]
+        products = [each for each in found if each is not None]
+        if len(products) != len(found):
+            return None
+        queries, groups = self._heads
+        stores = products[0].out_features == (queries + 2 * groups) * self._width
+        return Link(
+            kind=self._kind,
+            layer=self.index,
+            stores=stores,
+            norms=(inner, after[0], middle, after[1]),
+            heads=self._token.factors,
+            products=(products[0], products[1], products[2], products[3]),
+        )
 
     def __call__(self, h: Tensor, step: Pass, kv: KVStore) -> Tensor:
         """Map h [B, S, hidden] to the same shape and dtype. Keys and values go to and come from `kv`."""

@@ -1,10 +1,11 @@
-"""What a pass remembers of keys and values: a static cache for generation, a per-pass store without one.
+"""What a generation remembers of keys and values: a static cache, and what any store of them offers a block.
 
 Remembers only; which positions a pass writes is decided by the `Step`. Knows no weights.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
@@ -49,67 +50,6 @@ class KVStore(Protocol):
         ...
 
 
-class PassStore:
-    """Keys and values of one pass over whole sequences, for scoring and training: nothing is written in place.
-
-    `sources` says whose keys and values a layer reads; by default the architecture's own map. What no layer above will
-    read is let go. A pass that stops between two blocks goes on from a copy, or from `kept` of the one before.
-    """
-
-    def __init__(
-        self,
-        arch: Architecture,
-        sources: Sequence[int] | None = None,
-        kept: Mapping[int, tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
-        self._arch = arch
-        self._sources = arch.kv_sources if sources is None else tuple(sources)
-        self._last_reader = {source: layer for layer, source in enumerate(self._sources)}
-        self._kept = dict(kept or {})
-
-    def kept(self, layer: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """What `layer` and those above it will read of the layers below it: layer -> keys and values."""
-        return {below: pair for below, pair in self._kept.items() if self._last_reader.get(below, -1) >= layer}
-
-    def copy(self) -> "PassStore":
-        """Another store of the same pass, which goes on by itself. Tensors are shared."""
-        return PassStore(self._arch, self._sources, self._kept)
-
-    def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002 - see KVStore
-        """See `KVStore.store`."""
-        self._kept = self.kept(layer)
-        self._kept[layer] = (k, v)
-
-    def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the step starts at 0
-        """See `KVStore.fetch`."""
-        return self._kept[self._sources[layer]]
-
-    def claim(self, step: "Step", layer: int) -> None:
-        """See `KVStore.claim`."""
-
-
-class OneLayer:
-    """The store of one block in one pass: it reads the keys and values that it was given, or its own."""
-
-    def __init__(self, given: tuple[Tensor, Tensor] | None) -> None:
-        self._given = given
-        self.own: tuple[Tensor, Tensor] | None = None
-
-    def store(self, step: "Step", layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002 - see KVStore
-        """See `KVStore.store`."""
-        self.own = (k, v)
-
-    def fetch(self, step: "Step", layer: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - see KVStore
-        """See `KVStore.fetch`."""
-        pair = self._given or self.own
-        if pair is None:
-            raise ValueError(f"layer {layer + 1} has stored no keys and values")
-        return pair
-
-    def claim(self, step: "Step", layer: int) -> None:
-        """See `KVStore.claim`."""
-
-
 @dataclass
 class _Held:
     """How far the rows of a cache are filled: tokens per slot and row; how the keys of each row are rotated."""
@@ -146,6 +86,7 @@ class KVCache:
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in slots]
         self._held = _Held(batch, [(0,) * batch for _ in slots])
         self._first = 0  # of the rows held: a part of a cache shares all of it
+        self._places: tuple[array[int], array[int]] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,6 +155,7 @@ class KVCache:
         self._first += first
         self._keys = [buffer.narrow(0, first, count) for buffer in self._keys]
         self._values = [buffer.narrow(0, first, count) for buffer in self._values]
+        self.moved()
 
     def move(self, source: int, target: int) -> None:
         """Put row `source` in the place of row `target`, and leave it empty. A subclass moves what it keeps besides."""
@@ -238,6 +180,7 @@ class KVCache:
                 buffers[slot] = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
                 buffers[slot][:, :, : self.capacity] = old
         self.capacity = capacity
+        self.moved()
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget what lies beyond `lengths` (one for all rows, or one per row) in every slot."""
@@ -271,6 +214,20 @@ class KVCache:
         """See `KVStore.claim`."""
         self._hold(self.slot_of[layer], step.ends)
         return self.buffers(layer)
+
+    def claim_all(self, step: "Step", layers: range) -> "tuple[array[int], array[int]]":
+        """`claim` for a stretch of layers and a native chain (`quant.kernels.chain`): its `places` and `strides`."""
+        for slot in {self.slot_of[layer] for layer in layers}:
+            self._hold(slot, step.ends)
+        if self._places is None:
+            buffers = [self.buffers(layer) for layer in range(len(self.slot_of))]
+            row, group = self._keys[0].stride()[:2]
+            self._places = array("q", [part.data_ptr() for pair in buffers for part in pair]), array("q", [group, row])
+        return self._places
+
+    def moved(self) -> None:
+        """The buffers are others from now on; for subclasses that change them."""
+        self._places = None
 
     def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, kv_heads, capacity, head_dim] that `layer` reads, and writes where it keeps any."""

@@ -1,10 +1,10 @@
 """The decoder: embedding, blocks, final norm and head, and the loop between them.
 
-Computes only. Which blocks run is the caller's choice (`blocks=`, or a loop of its own over `Decoder.blocks`), what is
+Computes only. Which blocks run is the caller's choice (`layers=`, or a loop of its own over `Decoder.blocks`), what is
 remembered belongs to the KV store. Dense generation, exits and training all run this forward.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from .attention import HeadNorm, RMSNorm
 from .block import Block, Fused, Norms, Projection, Separate, SeparateHeads
 from .cache import KVCache, KVStore
 from .rope import Rotary
-from .step import Step, chunk_counts
+from .stack import Stack, run_layers
+from .step import Pass, Step, chunk_counts
 from .store import EMBEDDING, HEAD, TensorStore, is_tied
 
 FINAL_NORM = "model.norm.weight"
@@ -94,11 +95,9 @@ class Decoder:
         h = look_up(ids, self.embedding)
         return h if self._scale is None else h * self._scale
 
-    def run(self, h: Tensor, step: Step, kv: KVStore, blocks: Iterable[Block] | None = None) -> Tensor:
-        """[B, S, hidden] through `blocks` (all by default) -> [B, S, hidden]."""
-        for block in self.blocks if blocks is None else blocks:
-            h = block(h, step, kv)
-        return h
+    def run(self, h: Tensor, step: Pass, kv: KVStore, layers: range | None = None) -> Tensor:
+        """[B, S, hidden] through `layers` (all by default) -> [B, S, hidden]."""
+        return run_layers(self.blocks, h, step, kv, range(len(self.blocks)) if layers is None else layers)
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32, soft-capped where the family does so."""
@@ -199,7 +198,7 @@ def _gate_up(arch: Architecture, linear: Callable[[str], Linear]) -> Projection:
 def load_decoder(arch: Architecture, store: TensorStore, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """The whole dense model. Nothing is copied when the store's tensors already fit device and dtype."""
     blocks = [load_block(arch, store, index, device=device, dtype=dtype) for index in range(arch.num_layers)]
-    return load_frame(arch, store, blocks, device=device, dtype=dtype)
+    return load_frame(arch, store, Stack(arch, blocks), device=device, dtype=dtype)
 
 
 def load_frame(

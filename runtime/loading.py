@@ -22,6 +22,7 @@ from .offload import TRAVELLING, MemoryPlan, StreamedBlocks, parse_memory, plan_
 from .options import Offload, SessionOptions
 from .progress import Reporter, SilentReporter
 from .river import River
+from .stack import Stack
 from .store import TensorInfo, TensorStore
 
 UNTRAINED = "This bundle was converted without the training that its method needs; its answers will be poor."
@@ -197,7 +198,7 @@ def make_river(
     deepest = resident if placement.offload == "drop" else None
     return River(
         decoder,
-        LazyBlocks(arch.num_layers, load_exit),
+        Stack(arch, LazyBlocks(arch.num_layers, load_exit)),
         route.policy,
         resident=deepest,
         dense_prefill=dense_prefill,
@@ -212,7 +213,7 @@ def _backbone_blocks(arch: Architecture, store: TensorStore, placement: Placemen
     def load(index: int) -> Block:
         return load_block(arch, store, index, device=device, dtype=dtype)
 
-    near = LazyBlocks(count, load)
+    near = Stack(arch, LazyBlocks(count, load))
     if placement.offload == "drop" or count == arch.num_layers:
         return near
     if device.type != "cuda":

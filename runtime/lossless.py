@@ -21,6 +21,7 @@ from .generate import StepOutput
 from .options import LONGEST_DRAFT
 from .river import River
 from .sampling import Sampler
+from .stack import run_layers
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,9 @@ class LosslessRiver:
         """Append a token through the dense blocks that have no exit layer, then the exit layers; logits [V]."""
         ids = torch.tensor([[token]], device=drafter.device)
         h, step = drafter.embed(ids), drafter.step(cache, ids)
-        h = drafter.run(h, step, cache, drafter.blocks[: self._first])
-        return drafter.logits(drafter.run(h, step, cache, self.exits[self._first :])[0])[0]
+        h = drafter.run(h, step, cache, range(self._first))
+        h = run_layers(self.exits, h, step, cache, range(self._first, len(self.exits)))
+        return drafter.logits(h[0])[0]
 
     def _room(self, cache: KVCache, start: int) -> int:
         """Tokens that may be drafted behind one at `start`: they fit, and are rotated as if they came one by one."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from . import nvium_laws as laws
-from .cache import KVCache, KVStore, PassStore
+from .cache import KVCache, KVStore
 from .decoder import Decoder
 from .generate import StepOutput
 from .junctions import Junctions, log_weights
 from .nvium_laws import Exits
 from .packed import PackedStep, PackedStore
+from .pass_store import PassStore
 from .piggyback import DeferredCache, segments
 from .sampling import Sampler
 from .step import Step
@@ -152,7 +153,7 @@ class Nvium:
         kv = kv or PassStore(decoder.arch)
         states: list[Tensor] = []
         for blocks in self.segments:
-            h = decoder.run(h, step, kv, decoder.blocks[blocks.start : blocks.stop])
+            h = decoder.run(h, step, kv, blocks)
             states.append(h)
         return self._reading(states)
 
@@ -276,9 +277,7 @@ class Flight:
         whole = None
         if len(lanes) == 1 and self._graphs is not None:
             whole = self._graphs.run(self.segment, steps[0], lanes[0].cache, h)
-        for layer in blocks if whole is None else ():
-            h = self._decoder.blocks[layer](h, step, kv)
-        h = h if whole is None else whole
+        h = self._decoder.run(h, step, kv, blocks) if whole is None else whole
         parts = h.split([lane.h.shape[1] for lane in lanes], 1) if len(lanes) > 1 else [h]
         for lane, one, part in zip(lanes, steps, parts, strict=True):
             lane.h, lane.depth = part, blocks.stop

@@ -14,6 +14,7 @@ from .methods import Nvium as NviumSettings
 from .methods import River
 from .nvium import Nvium
 from .options import SessionOptions
+from .stack import Stack
 
 _DAMAGED = "Convert the model again, or fetch the bundle again."
 
@@ -36,7 +37,7 @@ def load_nvium(bundle: Bundle, settings: NviumSettings, options: SessionOptions)
         raise FormatError(what, _DAMAGED)
     exits = None if river is None else (bundle.river, river)
     blocks = document_blocks(arch, bundle.backbone, exits, device=device, dtype=dtype)
-    decoder = load_frame(arch, bundle.backbone, blocks, device=device, dtype=dtype)
+    decoder = load_frame(arch, bundle.backbone, Stack(arch, blocks), device=device, dtype=dtype)
     if not settings.has_tensors:
         return Dense(decoder)
     junctions = load_junctions(

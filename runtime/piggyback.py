@@ -105,6 +105,7 @@ class DeferredCache(KVCache):
     def adopt(self, memory: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Use the memory of an earlier cache of the same shape, at least as large, wiped. This one must be empty."""
         self._keys, self._values = [keys for keys, _ in memory], [values for _, values in memory]
+        self.moved()
         self.wipe()
         self.capacity = memory[0][0].shape[2]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .cache import PassStore
 from .exits import ExitPolicy, Route, exit_histogram
+from .pass_store import PassStore
 from .routing import Ladder
 from .step import Step
 

@@ -18,6 +18,7 @@ from .exits import ExitPolicy, FixedExit, Route
 from .generate import StepOutput
 from .routing import Ladder
 from .sampling import Sampler
+from .stack import run_layers
 from .step import Step
 
 
@@ -96,8 +97,9 @@ class River:
         left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
         depths = torch.zeros(h.shape[:2], dtype=torch.int64, device=h.device)
         for layer in range(1, arch.num_layers + 1):
-            block = ladder.block(layer - 1, left)
-            before, h = h, block(h, step, kv)
+            if bool(left.all()):
+                return run_layers(self.exits, h, step, kv, range(layer - 1, arch.num_layers)), depths
+            before, h = h, ladder.run(h, step, kv, layer - 1, left)
             depths[~left] = layer
             left = left | route.leaves(layer, before, h, positions)
         return h, depths
@@ -111,17 +113,16 @@ class River:
         free = self._free(step, h.device)
         depth = self.deepest
         for layer in range(1, self.deepest + 1):
-            before, h = h, self.decoder.blocks[layer - 1](h, step, kv)
+            before, h = h, self.decoder.run(h, step, kv, range(layer - 1, layer))
             if layer < self.deepest and _all_leave(policy, layer, before, h, free):
                 depth = layer
                 break
-        ladder = Ladder(self.decoder.arch, self.decoder.blocks, self.exits)
-        for index in range(depth, self.decoder.arch.num_layers):
-            if free is None or index >= self.deepest:
-                h = self.exits[index](h, step, kv)
-            else:
-                h = ladder.block(index, free)(h, step, kv)
-        return h, depth
+        gone = depth  # blocks behind which nobody is left in the backbone
+        if free is not None:
+            ladder, gone = Ladder(self.decoder.arch, self.decoder.blocks, self.exits), self.deepest
+            for index in range(depth, gone):
+                h = ladder.run(h, step, kv, index, free)
+        return run_layers(self.exits, h, step, kv, range(gone, self.decoder.arch.num_layers)), depth
 
     def _free(self, step: Step, device: torch.device) -> Tensor | None:
         """Which rows may leave, bool [B, S]; None: all of them."""

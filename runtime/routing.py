@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ..quant.linear import Linear
 from .architecture import Architecture
-from .block import Block, Projection
+from .block import Block, Projection, Separate
+from .cache import KVStore
+from .stack import run_layers
+from .step import Pass
 
 
 class Rows:
@@ -42,6 +45,11 @@ class RoutedProjection:
     def __init__(self, dense: Projection, river: Projection, rows: Rows) -> None:
         self._dense, self._river, self._rows = dense, river, rows
 
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """See `Projection`: none that serves all rows."""
+        return ()
+
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """See `Projection`."""
         flat = x.reshape(-1, x.shape[-1])
@@ -55,7 +63,7 @@ class RoutedLinear:
 
     def __init__(self, dense: Linear, river: Linear, rows: Rows) -> None:
         self.in_features, self.out_features = dense.in_features, dense.out_features
-        self._both = RoutedProjection(_single(dense), _single(river), rows)
+        self._both = RoutedProjection(Separate([dense]), Separate([river]), rows)
         self._linears = (dense, river)
 
     @property
@@ -68,10 +76,6 @@ class RoutedLinear:
         return self._both(x)[0]
 
 
-def _single(linear: Linear) -> Projection:
-    return lambda x: (linear(x),)
-
-
 @dataclass(frozen=True)
 class Ladder:
     """The backbone's blocks and their exit layers, side by side; `exits[l]` is the 4-bit copy of `dense[l]`."""
@@ -79,6 +83,12 @@ class Ladder:
     arch: Architecture
     dense: Sequence[Block]
     exits: Sequence[Block]
+
+    def run(self, h: Tensor, step: Pass, kv: KVStore, index: int, left: Tensor) -> Tensor:
+        """Take h [B, S, hidden] through `block(index, left)`."""
+        if not bool(left.any()):
+            return run_layers(self.dense, h, step, kv, range(index, index + 1))
+        return self.block(index, left)(h, step, kv)
 
     def block(self, index: int, left: Tensor) -> Block:
         """Block `index` (from 0) in which rows marked in `left` bool [B, S] use the exit layer, others the backbone.

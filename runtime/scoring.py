@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, UsageError
-from .cache import PassStore
 from .dense import Dense
 from .generate import Model
 from .lossless import LosslessRiver
 from .nvium import Nvium, Reading
+from .pass_store import PassStore
 from .quality import LOGIT_BYTES, TOKENS_AT_ONCE
 from .river import River
 

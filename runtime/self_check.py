@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from .cache import PassStore
 from .dense import Dense
 from .exits import FixedExit
 from .manifest import SelfCheck
 from .nvium import Nvium
+from .pass_store import PassStore
 from .river import River
 from .text import Tokenizer
 

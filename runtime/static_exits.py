@@ -89,6 +89,11 @@ class FlaggedProjection:
     river: Projection
     flag: Tensor
 
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """See `Projection`: none that serves both ways."""
+        return ()
+
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """See `Projection`."""
         return self.river(x) if bool(self.flag) else self.dense(x)

@@ -3,6 +3,7 @@
 Knows no weights and stores nothing.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -119,6 +120,22 @@ class Step:
         return tuple(tuple(range(_first_seen(end, window), end) for end in self.ends) for window in self._windows)
 
     @cached_property
+    def rows(self) -> "array[int]":
+        """The rows for a native chain (`quant.kernels.chain`): few tokens of one sequence, or one of each."""
+        single = len(self.starts) == 1
+        places = (
+            [(p, 0) for p in range(self.start, self.end)] if single else [(n - 1, r) for r, n in enumerate(self.ends)]
+        )
+        turns = [_addresses(view, len(places)) for view in self.views]
+        numbers = array("q")
+        for index, (position, row) in enumerate(places):
+            numbers.extend((position, row))
+            for window, (cos, sin, width, apart) in zip(self._windows, turns, strict=True):
+                seen = _first_seen(position + 1, window)
+                numbers.extend((cos + index * apart, sin + index * apart, width, seen))
+        return numbers
+
+    @cached_property
     def positions(self) -> Tensor:
         """Positions [B, S] on the host."""
         starts = torch.tensor(self.starts)[:, None]
@@ -183,6 +200,15 @@ class Step:
 def _first_seen(end: int, window: int | None) -> int:
     """The first position that the token before `end` sees."""
     return 0 if window is None else max(0, end - window)
+
+
+def _addresses(view: View, rows: int) -> tuple[int, int, int, int]:
+    """Addresses of the first row's cosine and sine, their width, and bytes to the next row's; zeros where none."""
+    if view.cos is None or view.sin is None:
+        return 0, 0, 0, 0
+    width = view.cos.shape[-1]
+    apart = width * view.cos.itemsize if view.cos.numel() == rows * width else 0  # one rotation serves all rows
+    return view.cos.data_ptr(), view.sin.data_ptr(), width, apart
 
 
 def chunk_counts(ids: Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:

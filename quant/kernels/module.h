@@ -11,16 +11,20 @@
  * second pool would fight with them for the cores. */
 typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
 
+/* The first cache line of a block that has one byte short of a line to spare. */
+static inline void *adapt_aligned(void *block) { return (void *)(((uintptr_t)block + LINE - 1) / LINE * LINE); }
+
 /* False with an exception set where an argument is no number. */
 int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);
 
 /* NULL with an exception set where this processor does not have it. */
 const Isa *adapt_find_isa(long long index);
 
-/* Functions of the module that rows.c and int8.c give; METH_FASTCALL. */
+/* Functions of the module that rows.c, int8.c and chain.c give; METH_FASTCALL. */
 PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -34,6 +34,7 @@ class Library:
     dense: Callable[..., None]
     int4: Callable[..., None]
     team: int  # address of GOMP_parallel in the OpenMP runtime that torch uses, or 0
+    team_size: int  # and of omp_get_num_threads in the same
     isas: dict[str, int]  # instruction sets that this processor has and that passed the check, best first
 
 
@@ -224,28 +225,32 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "attend_rows"):
+    if not hasattr(module, "chain"):
         return "the C module was built from an older source: install the package again"
     isas = {name: index for index, name in enumerate(module.names()) if name is not None}
-    team = _torch_team()
+    team, size = _torch_team()
     good = {n: i for n, i in isas.items() if n == "scalar" or _agrees(module, i, isas["scalar"])}
-    return Library(module, module.dense, module.int4, team, good)
+    return Library(module, module.dense, module.int4, team, size, good)
 
 
-def _torch_team() -> int:
-    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; 0 (one thread) when it cannot be found."""
+def _torch_team() -> tuple[int, int]:
+    """Addresses of GOMP_parallel and omp_get_num_threads in the OpenMP runtime that torch has loaded.
+
+    Both are 0, which means one thread, when they cannot be found.
+    """
     if not hasattr(os, "RTLD_NOLOAD"):
-        return 0
+        return 0, 0
     lib = Path(torch.__file__ or "").parent
     names = ("libgomp*", "libiomp5*", "libomp*")
     bundled = [str(p) for folder in (lib / "lib", lib.parent / "torch.libs") for n in names for p in folder.glob(n)]
     for path in [*bundled, "libgomp.so.1", "libiomp5.so", "libomp.so"]:
         try:
-            function = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+            runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            team, size = runtime.GOMP_parallel, runtime.omp_get_num_threads
         except (OSError, AttributeError):
             continue
-        return ctypes.cast(function, ctypes.c_void_p).value or 0
-    return 0
+        return ctypes.cast(team, ctypes.c_void_p).value or 0, ctypes.cast(size, ctypes.c_void_p).value or 0
+    return 0, 0
 
 
 def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:

@@ -2,6 +2,7 @@
  * Like module.c it trusts its arguments, which small.py checks. The arithmetic that is worth vectors is in rows.h.
  */
 #include "module.h"
+#include "token.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -39,22 +40,6 @@ PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-/* One token at `position`: its projected heads, and the cache that its key and value go to. Of several tokens in a row
- * each sees those before it, and gets what it would get alone: all enter the cache first, and none looks beyond itself. */
-typedef struct {
-    const Isa *isa;
-    Team team;
-    int64_t threads;
-    const uint16_t *heads;      /* [queries (+ groups), width] */
-    const uint16_t *value;      /* [groups, width], or NULL: nothing is stored and `heads` are queries only */
-    const uint16_t *cos, *sin;  /* [rotary] or NULL; sin is signed, see Rotary in runtime/rope.py */
-    const float *factors;       /* [queries (+ groups), width] of a norm over each head, or NULL */
-    uint16_t *keys, *values;
-    int64_t rotary, position;
-    float eps, scale;
-    Attention attention;
-} Token;
-
 /* One head, turned: pairs (i, i + rotary / 2) rotate, the dimensions behind `rotary` pass. */
 static void turn(const Token *token, const uint16_t *from, float scale, float *to) {
     int64_t half = token->cos ? token->rotary / 2 : 0, D = token->attention.width;
@@ -66,8 +51,7 @@ static void turn(const Token *token, const uint16_t *from, float scale, float *t
     for (int64_t i = 2 * half; i < D; i++) to[i] = scale * bf16_to_float(from[i]);
 }
 
-/* Queries to fp32; key and value into the cache. `spare` has room for one head in fp32, then for all heads in bf16. */
-static void enter(Token *token, float *q, float *spare) {
+void adapt_enter(Token *token, float *q, float *spare) {
     const Attention *a = &token->attention;
     int64_t D = a->width, P = a->padded, count = a->heads + (token->value ? a->groups : 0);
     const uint16_t *heads = token->heads;
@@ -107,7 +91,8 @@ static void attend_next(void *data) {
 
 /* Tokens at `position` and behind it; `window`: positions that each one sees at most, its own included; 0: all. */
 typedef struct {
-    int64_t rows, heads_stride, value_stride, window;
+    Team team;
+    int64_t threads, rows, heads_stride, value_stride, window;
 } Rows;
 
 /* The tokens enter the cache; `all` is the room for one's queries, and for its sums, behind each other. */
@@ -120,7 +105,7 @@ static void enter_all(Token *token, const Rows *rows, Attention *tokens, float *
         a->out += r * a->heads * a->width;
         if (rows->window && token->position + 1 - rows->window > a->first) a->first = token->position + 1 - rows->window;
         a->count = token->position + 1 - a->first;
-        enter(token, room, spare);
+        adapt_enter(token, room, spare);
         token->position++;
         token->heads += rows->heads_stride;
         if (token->value) token->value += rows->value_stride;
@@ -139,8 +124,8 @@ static int run_rows(Token *token, const Rows *rows) {
         enter_all(token, rows, tokens, room, room + many, all);
         Tasks tasks = {.isa = token->isa, .tokens = tokens, .count = rows->rows};
         atomic_init(&tasks.next, 0);
-        int64_t most = rows->rows * a->groups, threads = token->threads < most ? token->threads : most;
-        if (threads > 1 && token->team) token->team(attend_next, &tasks, (unsigned)threads, 0);
+        int64_t most = rows->rows * a->groups, threads = rows->threads < most ? rows->threads : most;
+        if (threads > 1 && rows->team) rows->team(attend_next, &tasks, (unsigned)threads, 0);
         else attend_next(&tasks);
     }
     free(tokens);
@@ -161,14 +146,13 @@ PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     double eps = PyFloat_AsDouble(args[ATTEND_NUMBERS]), scale = PyFloat_AsDouble(args[ATTEND_NUMBERS + 1]);
     const Isa *isa = PyErr_Occurred() ? NULL : adapt_find_isa(a[2]);
     if (!isa) return NULL;
-    Token token = {.isa = isa, .team = (Team)(uintptr_t)a[0], .threads = a[1], .heads = address(a[3]),
-                   .value = address(a[4]), .cos = address(a[5]), .sin = address(a[6]),
+    Token token = {.isa = isa, .heads = address(a[3]), .value = address(a[4]), .cos = address(a[5]), .sin = address(a[6]),
                    .factors = (const float *)(uintptr_t)a[7], .keys = (uint16_t *)(uintptr_t)a[8],
                    .values = (uint16_t *)(uintptr_t)a[9], .rotary = a[14], .position = a[17], .eps = (float)eps,
                    .scale = (float)scale};
     token.attention = (Attention){.keys = token.keys, .values = token.values, .out = (uint16_t *)(uintptr_t)a[10],
                                   .heads = a[11], .groups = a[12], .width = a[13], .stride = a[15], .first = a[16]};
-    Rows rows = {.rows = a[18], .heads_stride = a[19], .value_stride = a[20], .window = a[21]};
+    Rows rows = {.team = (Team)(uintptr_t)a[0], .threads = a[1], .rows = a[18], .heads_stride = a[19], .value_stride = a[20], .window = a[21]};
     Py_BEGIN_ALLOW_THREADS
     done = run_rows(&token, &rows);
     Py_END_ALLOW_THREADS

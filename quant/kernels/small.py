@@ -34,9 +34,9 @@ class RowNorm:
     """x / rms(x) * factor in fp32, rounded to bf16 once. `factor` float32 [D]."""
 
     def __init__(self, factor: Tensor, eps: float, *, isa: str | None = None) -> None:
-        self._factor = _floats(factor, 1)
-        self._at, self._width, self._eps = self._factor.data_ptr(), factor.shape[0], eps
-        self._isa = _index(isa)
+        self.factor = _floats(factor, 1)
+        self._at, self._width, self._eps = factor.data_ptr(), factor.shape[0], eps
+        self._isa = index(isa)
         self._call: Callable[..., None] = native.library().module.rms_norm
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Gate:
     """activation(gate) * up in fp32, rounded to bf16 once. `kind` is a key of `GATES`."""
 
     def __init__(self, kind: str, *, isa: str | None = None) -> None:
-        self._kind, self._isa = GATES[kind], _index(isa)
+        self._kind, self._isa = GATES[kind], index(isa)
         self._call: Callable[..., None] = native.library().module.gated
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ class TokenAttention:
         isa: str | None = None,
     ) -> None:
         _check(heads % groups == 0, "query heads must be a multiple of the heads of keys")
-        self._factors = None if factors is None else _floats(factors, 2)
-        self._at = 0 if self._factors is None else self._factors.data_ptr()
+        self.factors = None if factors is None else _floats(factors, 2)
+        self._at = 0 if factors is None else factors.data_ptr()
         self._sizes, self._floats = (heads, groups, width), (float(eps), float(scale))
-        self._isa, self._team = _index(isa), native.library().team
+        self._isa, self._team = index(isa), native.library().team
         self._call: Callable[..., None] = native.library().module.attend_rows
 
     def __call__(  # noqa: PLR0917 - keywords cost a microsecond per layer and token
@@ -226,7 +226,7 @@ def _floats(factor: Tensor, dimensions: int) -> Tensor:
     return factor
 
 
-def _index(name: str | None) -> int:
+def index(name: str | None) -> int:
     """The instruction set to use."""
     checked = _checked()
     if name is None:

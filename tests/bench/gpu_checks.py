@@ -10,7 +10,6 @@ from gpu_timing import graph_seconds
 from adapt_llm.quant.linear import DenseLinear, Int4Linear
 from adapt_llm.quant.planes import Planes
 from adapt_llm.quant.probe import probe, triton_works
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.captured import CapturedDense, CapturedRiver
 from adapt_llm.runtime.decoder import load_frame
 from adapt_llm.runtime.dense import Dense
@@ -19,6 +18,7 @@ from adapt_llm.runtime.junctions import Junctions, start
 from adapt_llm.runtime.loading import PinnedLoader, Placement
 from adapt_llm.runtime.nvium import Nvium
 from adapt_llm.runtime.offload import StreamedBlocks
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.sampling import Sampler, Sampling
 from adapt_llm.runtime.static_segments import SegmentGraphs

@@ -121,7 +121,7 @@ class Costs:
         cache, sampler = model.new_cache(1, at + 64), Sampler(Sampling(temperature=1.0, seed=1))
         with torch.inference_mode():
             model.prefill(ids.repeat(1, at // ids.shape[1] + 1)[:, :at], cache)
-            blocks = decoder.blocks[: min(4, decoder.arch.num_layers)]  # several: weights come from memory
+            layers = range(min(4, decoder.arch.num_layers))  # several: weights come from memory
 
             def token() -> None:
                 cache.truncate(at)
@@ -130,9 +130,9 @@ class Costs:
 
             def rows(count: int) -> None:
                 step = decoder.segment(at, count, at + count)
-                decoder.run(torch.zeros(1, count, decoder.arch.hidden_size, dtype=decoder.dtype), step, cache, blocks)
+                decoder.run(torch.zeros(1, count, decoder.arch.hidden_size, dtype=decoder.dtype), step, cache, layers)
 
-            taken = {count: quickest(lambda count=count: rows(count)) / len(blocks) for count in (1, 2, 4, 8, 16, 32)}
+            taken = {count: quickest(lambda count=count: rows(count)) / len(layers) for count in (1, 2, 4, 8, 16, 32)}
             return cls(quickest(token), taken)
 
     def of_dense(self, layers: int) -> float:

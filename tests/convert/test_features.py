@@ -14,10 +14,10 @@ from adapt_llm.convert.features import PIECE_DOCUMENTS, Encoder, Features, piece
 from adapt_llm.convert.workspace import Workspace
 from adapt_llm.runtime.adapters import Adapters
 from adapt_llm.runtime.block import Block
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.decoder import Decoder
 from adapt_llm.runtime.documents import Document
 from adapt_llm.runtime.exit_layers import LazyBlocks
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.progress import SilentReporter
 
 

@@ -19,10 +19,10 @@ from adapt_llm.convert.river_request import RiverSettings
 from adapt_llm.errors import UsageError
 from adapt_llm.quant.kernels import native8
 from adapt_llm.runtime.bundle import Bundle
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.loading import load_river
 from adapt_llm.runtime.models import load_model
 from adapt_llm.runtime.options import SessionOptions
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.text import Tokenizer
 from adapt_llm.runtime.text_quality import TextQuality, text_quality, windows

@@ -8,11 +8,11 @@ import torch
 
 from adapt_llm.quant.flagged import FlaggedLinear
 from adapt_llm.quant.quantizers import QUANTIZERS
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.captured import CapturedRiver
 from adapt_llm.runtime.decoder import Decoder
 from adapt_llm.runtime.exit_layers import exit_block
 from adapt_llm.runtime.exits import CosineExit
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.static_exits import NEVER, DeviceRule
 from adapt_llm.runtime.store import open_safetensors

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.decoder import Decoder
 from adapt_llm.runtime.junctions import Junctions, start
 from adapt_llm.runtime.nvium import Nvium
+from adapt_llm.runtime.pass_store import PassStore
 
 NEVER = -300.0
 """A bias with which the probability of leaving is 0."""

@@ -20,7 +20,7 @@ from adapt_llm.quant.linear import DenseLinear
 from adapt_llm.quant.quantizers import QUANTIZERS
 from adapt_llm.runtime import batch, static
 from adapt_llm.runtime.block import Block
-from adapt_llm.runtime.cache import PassStore, RotationChangedError
+from adapt_llm.runtime.cache import RotationChangedError
 from adapt_llm.runtime.captured import CapturedDense, CapturedRiver, captured
 from adapt_llm.runtime.decoder import Decoder, load_decoder
 from adapt_llm.runtime.dense import Dense
@@ -28,6 +28,7 @@ from adapt_llm.runtime.exit_layers import LazyBlocks, exit_block
 from adapt_llm.runtime.exits import CosineExit, ExitPolicy, FixedExit
 from adapt_llm.runtime.graphs import Graphs
 from adapt_llm.runtime.offload import StreamedBlocks
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.sampling import Sampler, Sampling

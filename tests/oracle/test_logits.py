@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from adapt_llm.runtime.cache import KVCache, PassStore
+from adapt_llm.runtime.cache import KVCache
 from adapt_llm.runtime.decoder import Decoder
+from adapt_llm.runtime.pass_store import PassStore
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 LENGTH = 21

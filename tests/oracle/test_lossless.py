@@ -25,7 +25,7 @@ from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.drafting import Costs, Pace
 from adapt_llm.runtime.exit_layers import LazyBlocks, exit_block
 from adapt_llm.runtime.exits import FixedExit
-from adapt_llm.runtime.generate import Model, PromptCache
+from adapt_llm.runtime.generate import Model, PromptCache, StepOutput
 from adapt_llm.runtime.lossless import DraftCache, LosslessRiver
 from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.river import River
@@ -98,8 +98,16 @@ def continued(
     sampler.saw(ids)
     kv = cache.reserve(len(ids) + count, eventually=len(ids) + count)
     kept = cache.reuse(ids)
+
+    def again(whole: list[int]) -> StepOutput:
+        kv.truncate(0)
+        return model.prefill(torch.tensor([whole]), kv, sampler)
+
     with torch.inference_mode():
-        out = model.prefill(torch.tensor([ids[kept:]]), kv, sampler)
+        try:
+            out = model.prefill(torch.tensor([ids[kept:]]), kv, sampler)
+        except RotationChangedError:
+            out = again(list(ids))
         cache.ids = list(ids)
         while True:
             tokens.append(sampler(out.logits[0]))
@@ -108,8 +116,7 @@ def continued(
             try:
                 out = model.decode(torch.tensor([tokens[-1:]]), kv, sampler)
             except RotationChangedError:
-                kv.truncate(0)
-                out = model.prefill(torch.tensor([[*ids, *tokens]]), kv, sampler)
+                out = again([*ids, *tokens])
             cache.ids.append(tokens[-1])
             drafted, accepted = drafted + out.drafted, accepted + out.accepted
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from adapt_llm.quant.kernels import native, small
-from adapt_llm.runtime.cache import KVCache, PassStore
+from adapt_llm.runtime.cache import KVCache
 from adapt_llm.runtime.decoder import Decoder, load_decoder
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.store import TensorInfo, TensorStore
 
 pytestmark = pytest.mark.skipif(not small.available(), reason=f"no native module: {native.why_not()}")

@@ -8,10 +8,10 @@ import torch
 
 from adapt_llm.quant.layout import Int4Matrix, round_scale
 from adapt_llm.runtime.block import Block
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.exit_layers import LazyBlocks, exit_block
 from adapt_llm.runtime.exits import CosineExit, FixedExit, Route
 from adapt_llm.runtime.offload import StreamedBlocks
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.quality import Track, push, score
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.routing import Ladder

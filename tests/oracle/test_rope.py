@@ -12,8 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from adapt_llm.runtime.architecture import Architecture
-from adapt_llm.runtime.cache import KVCache, PassStore, RotationChangedError
+from adapt_llm.runtime.cache import KVCache, RotationChangedError
 from adapt_llm.runtime.decoder import Decoder
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.rope import Rotary, inverse_frequencies
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}

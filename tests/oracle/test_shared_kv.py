@@ -17,11 +17,11 @@ from adapt_llm.convert.map_loss import Weights, run_maps
 from adapt_llm.convert.sequences import Batch
 from adapt_llm.convert.trainable import MemoryStore, Trainable
 from adapt_llm.quant.layout import Int4Matrix, round_scale
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.decoder import Decoder, load_block, load_decoder
 from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.exit_layers import exit_block
 from adapt_llm.runtime.exits import CosineExit, FixedExit
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.quality import Track, push
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.routing import Ladder

@@ -21,10 +21,10 @@ from adapt_llm.convert.source import open_source
 from adapt_llm.runtime import classify
 from adapt_llm.runtime.adapters import Adapters
 from adapt_llm.runtime.architecture import Architecture
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.classify import Classifier, Verdict
 from adapt_llm.runtime.decoder import load_decoder
 from adapt_llm.runtime.documents import Document, DocumentReader
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.schedule import Full, OneD, Rule, TwoD
 from adapt_llm.runtime.store import open_safetensors
 from adapt_llm.runtime.sweep import Sweep

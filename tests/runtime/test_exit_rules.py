@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from adapt_llm.errors import FormatError
 from adapt_llm.runtime.bundle import Bundle
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.describe import describe
 from adapt_llm.runtime.exit_quality import ExitErrors, Files, measure, measure_errors
 from adapt_llm.runtime.exit_rules import (
@@ -25,6 +24,7 @@ from adapt_llm.runtime.loading import load_river, river_route
 from adapt_llm.runtime.manifest import loads
 from adapt_llm.runtime.methods import River
 from adapt_llm.runtime.options import SessionOptions
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.progress import SilentReporter
 
 FP32 = SessionOptions(device="cpu", dtype="fp32")

@@ -1,0 +1,279 @@
+/* Decoder blocks one behind the other in one call, with one team of threads that meets between the products.
+ *
+ * Waking a team costs more than many a product of a small model, and Python between them as much again. What threads
+ * share is what products write; the rest each of them computes for itself, from the same numbers to the same bits.
+ * A product, a norm, a gate and an attention are those of module.c and rows.c, so a chain gives what they give one by one.
+ * Trusts its arguments, which chain.py makes.
+ */
+#include "module.h"
+
+#include <stdlib.h>
+
+#include "job.h"
+#include "token.h"
+
+#ifdef _WIN32
+#define YIELD() ((void)0)
+#else
+#include <sched.h>
+#define YIELD() ((void)sched_yield())
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#define RELAX() __builtin_ia32_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+
+/* Numbers of a product: parts, K, then w, n, bias of each part; or 0, K, then data, n, bias, groups, wide. */
+enum { PARTS = 3, PRODUCT = 2 + 3 * PARTS };
+enum { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+/* Numbers of a block: see chain.py. Norms are float32 factors; 0 where there is none. */
+enum { KIND, LAYER, STORES, NORM_IN, NORM_MIXED, NORM_MLP, NORM_OUT, HEAD_NORM, FIRST_PRODUCT };
+enum { BLOCK_NUMBERS = FIRST_PRODUCT + PRODUCTS * PRODUCT };
+/* Numbers of a row: position, row of the cache, then of each kind of layer its rotation and the first position seen. */
+enum { POSITION, CACHE_ROW, FIRST_KIND, COS = 0, SIN, ROTARY, SEEN, KIND_NUMBERS };
+enum { STAGES = PRODUCTS + 1, ATTEND = PRODUCTS, SPINS = 4000 };
+
+typedef struct {
+    /* as given */
+    Team team;
+    int (*team_size)(void);
+    int64_t threads;
+    const Isa *products, *small;
+    int64_t hidden, inner, queries, groups, width, gate, kinds, M;
+    const uint16_t *h;
+    uint16_t *result;
+    const int64_t *blocks, *places, *rows;
+    int64_t count, group_stride, row_stride;
+    float eps, scale;
+    /* shared */
+    uint16_t *qkv, *attended, *mixed, *wide;
+    float *queries32, *sums, *spare;
+    Attention *tokens;
+    char *own; /* `own_bytes` for each thread */
+    size_t own_bytes, prepared_bytes;
+    atomic_llong *stages, entered, arrived, rounds;
+} Chain;
+
+/* What a thread has for itself: the residual stream [M, hidden], the input of a product, and that laid out. */
+typedef struct {
+    uint16_t *h, *x;
+    void *prepared;
+    int64_t index, threads;
+} Own;
+
+static const void *pointer(int64_t number) { return (const void *)(uintptr_t)number; }
+
+static int64_t padded(const Chain *c) { return ceil_div(c->width, PAD) * PAD; }
+
+static size_t lines(int64_t bytes) { return (size_t)(ceil_div(bytes, LINE) * LINE); }
+
+/* All threads of the team have come here. */
+static void meet(Chain *c, const Own *own) {
+    if (own->threads < 2) return;
+    long long round = atomic_load_explicit(&c->rounds, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&c->arrived, 1, memory_order_acq_rel) + 1 == own->threads) {
+        atomic_store_explicit(&c->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&c->rounds, round + 1, memory_order_release);
+        return;
+    }
+    for (int turns = 0; atomic_load_explicit(&c->rounds, memory_order_acquire) == round; turns++) {
+        if (turns < SPINS) RELAX();
+        else YIELD();
+    }
+}
+
+/* A product of a block as a job; `out` rows lie side by side, the parts' outputs behind each other. */
+static Job job_of(const Chain *c, const int64_t *block, int which, const uint16_t *x, uint16_t *out) {
+    const int64_t *p = block + FIRST_PRODUCT + which * PRODUCT;
+    Job job = {.isa = c->products, .M = c->M, .K = p[1], .threads = c->threads, .x = x, .parts = (int)p[0]};
+    int64_t total = 0;
+    p += 2;
+    if (!job.parts)
+        job.int4 = (Int4){.data = pointer(p[0]), .n = p[1], .out = out, .bias = pointer(p[2]), .groups = p[3],
+                          .wide = p[4] != 0, .lines = job.K / p[3] / LINE_INPUTS};
+    for (int i = 0; i < job.parts; i++) total += p[3 * i + 1];
+    for (int i = 0; i < job.parts; out += p[1], p += 3, i++)
+        job.dense[i] = (Dense){.w = pointer(p[0]), .n = p[1], .bias = pointer(p[2]), .out = out, .out_stride = total};
+    adapt_plan(&job);
+    return job;
+}
+
+static void multiply(Chain *c, Own *own, int64_t block, int which, const uint16_t *x, uint16_t *out) {
+    Job job = job_of(c, c->blocks + block * BLOCK_NUMBERS, which, x, out);
+    job.next = &c->stages[block * STAGES + which];
+    adapt_prepare(&job, own->prepared);
+    adapt_work(&job);
+    meet(c, own);
+}
+
+static void norm(const Chain *c, int64_t factor, const uint16_t *x, uint16_t *out) {
+    c->small->rms_norm(x, pointer(factor), out, c->M, c->hidden, c->eps);
+}
+
+/* h += mixed, normed before where the family does so. */
+static void add_mixed(const Chain *c, Own *own, int64_t factor) {
+    const uint16_t *mixed = c->mixed;
+    if (factor) {
+        norm(c, factor, mixed, own->x);
+        mixed = own->x;
+    }
+    for (int64_t i = 0; i < c->M * c->hidden; i++)
+        own->h[i] = float_to_bf16(bf16_to_float(own->h[i]) + bf16_to_float(mixed[i]));
+}
+
+/* Row m enters the cache, and knows what it will attend to. */
+static void enter_row(Chain *c, const int64_t *block, int64_t m) {
+    const int64_t *row = c->rows + m * (FIRST_KIND + c->kinds * KIND_NUMBERS);
+    const int64_t *kind = row + FIRST_KIND + block[KIND] * KIND_NUMBERS, *place = c->places + 2 * block[LAYER];
+    int64_t all = c->queries + (block[STORES] ? 2 * c->groups : 0), P = padded(c), at = row[CACHE_ROW] * c->row_stride;
+    const uint16_t *heads = c->qkv + m * all * c->width;
+    Token token = {.isa = c->small, .heads = heads, .cos = pointer(kind[COS]), .sin = pointer(kind[SIN]),
+                   .value = block[STORES] ? heads + (c->queries + c->groups) * c->width : NULL,
+                   .factors = pointer(block[HEAD_NORM]), .keys = (uint16_t *)(uintptr_t)place[0] + at,
+                   .values = (uint16_t *)(uintptr_t)place[1] + at, .rotary = kind[ROTARY], .position = row[POSITION],
+                   .eps = c->eps, .scale = c->scale};
+    token.attention = (Attention){.keys = token.keys, .values = token.values, .heads = c->queries, .groups = c->groups,
+                                  .width = c->width, .stride = c->group_stride, .first = kind[SEEN],
+                                  .count = row[POSITION] + 1 - kind[SEEN], .padded = P,
+                                  .q = c->queries32 + m * c->queries * P, .sums = c->sums + m * c->queries * P,
+                                  .out = c->attended + m * c->queries * c->width};
+    adapt_enter(&token, c->queries32 + m * c->queries * P, c->spare);
+    c->tokens[m] = token.attention;
+}
+
+static void attend(Chain *c, Own *own, int64_t block) {
+    if (own->index == 0)
+        for (int64_t m = 0; m < c->M; m++) enter_row(c, c->blocks + block * BLOCK_NUMBERS, m);
+    meet(c, own);
+    int64_t size = c->queries / c->groups * padded(c);
+    atomic_llong *next = &c->stages[block * STAGES + ATTEND];
+    for (;;) {
+        int64_t at = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
+        if (at >= c->M * c->groups) break;
+        const Attention *token = &c->tokens[at / c->groups];
+        memset(token->sums + at % c->groups * size, 0, (size_t)size * sizeof(float));
+        c->small->attend(token, at % c->groups);
+    }
+    meet(c, own);
+}
+
+static void run_block(Chain *c, Own *own, int64_t index) {
+    const int64_t *block = c->blocks + index * BLOCK_NUMBERS;
+    norm(c, block[NORM_IN], own->h, own->x);
+    multiply(c, own, index, QKV, own->x, c->qkv);
+    attend(c, own, index);
+    multiply(c, own, index, OUTPUT, c->attended, c->mixed);
+    add_mixed(c, own, block[NORM_MIXED]);
+    norm(c, block[NORM_MLP], own->h, own->x);
+    multiply(c, own, index, GATE_UP, own->x, c->wide);
+    for (int64_t m = 0; m < c->M; m++) {
+        const uint16_t *gate = c->wide + m * 2 * c->inner;
+        c->small->gated((int)c->gate, gate, gate + c->inner, own->x + m * c->inner, c->inner);
+    }
+    multiply(c, own, index, DOWN, own->x, c->mixed);
+    add_mixed(c, own, block[NORM_OUT]);
+}
+
+static void run_thread(void *data) {
+    Chain *c = data;
+    size_t stream = (size_t)(c->M * c->hidden) * sizeof(uint16_t);
+    Own own = {.index = atomic_fetch_add(&c->entered, 1), .threads = c->threads > 1 ? c->team_size() : 1};
+    char *at = c->own + (size_t)own.index * c->own_bytes;
+    own.prepared = at;
+    own.h = (uint16_t *)(at + c->prepared_bytes);
+    own.x = (uint16_t *)(at + c->prepared_bytes + lines((int64_t)stream));
+    memcpy(own.h, c->h, stream);
+    for (int64_t block = 0; block < c->count; block++) run_block(c, &own, block);
+    if (own.index == 0) memcpy(c->result, own.h, stream);
+}
+
+/* The largest room that any product of the chain needs for its x. */
+static size_t most_room(const Chain *c) {
+    size_t most = 0;
+    for (int64_t block = 0; block < c->count; block++) {
+        for (int which = 0; which < PRODUCTS; which++) {
+            Job job = job_of(c, c->blocks + block * BLOCK_NUMBERS, which, NULL, NULL);
+            size_t bytes = adapt_room(&job);
+            most = bytes > most ? bytes : most;
+        }
+    }
+    return lines((int64_t)most);
+}
+
+/* Memory as it is handed out: addresses from `start` on, in whole cache lines. */
+typedef struct {
+    uintptr_t start, at;
+} Memory;
+
+static void *take(Memory *memory, int64_t bytes) {
+    uintptr_t begin = memory->at;
+    memory->at += lines(bytes);
+    return (void *)begin;
+}
+
+/* Give every array its place from `start` on, and return the bytes of all; from 0 on that is all it does. */
+static size_t lay_out(Chain *c, uintptr_t start) {
+    Memory memory = {start, start};
+    int64_t M = c->M, P = padded(c), heads = c->queries + 2 * c->groups, most = c->inner > c->hidden ? c->inner : c->hidden;
+    c->prepared_bytes = most_room(c);
+    c->own_bytes = c->prepared_bytes + lines(2 * M * c->hidden) + lines(2 * M * most);
+    c->stages = take(&memory, c->count * STAGES * (int64_t)sizeof(atomic_llong));
+    c->queries32 = take(&memory, 4 * M * c->queries * P);
+    c->sums = take(&memory, 4 * M * c->queries * P);
+    c->own = take(&memory, c->threads * (int64_t)c->own_bytes);
+    c->qkv = take(&memory, 2 * M * heads * c->width);
+    c->attended = take(&memory, 2 * M * c->queries * c->width);
+    c->mixed = take(&memory, 2 * M * c->hidden);
+    c->wide = take(&memory, 4 * M * c->inner);
+    c->spare = take(&memory, 4 * P + 2 * heads * c->width);
+    c->tokens = take(&memory, M * (int64_t)sizeof(Attention));
+    return memory.at - memory.start;
+}
+
+static int run(Chain *c) {
+    if (c->threads < 1 || !c->team || !c->team_size) c->threads = 1;
+    char *block = malloc(lay_out(c, 0) + LINE);
+    if (!block) return 0;
+    lay_out(c, (uintptr_t)adapt_aligned(block));
+    /* No stage has begun, and what pads a head to whole vectors is 0. */
+    memset(c->stages, 0, (size_t)((char *)c->sums - (char *)c->stages));
+    atomic_init(&c->entered, 0);
+    atomic_init(&c->arrived, 0);
+    atomic_init(&c->rounds, 0);
+    if (c->threads > 1) c->team(run_thread, c, (unsigned)c->threads, 0);
+    else run_thread(c);
+    free(block);
+    return 1;
+}
+
+enum { NUMBERS = 20 };
+static const char usage[] = "chain(team, team_size, threads, products_isa, small_isa, hidden, inner, queries, groups, width, "
+                            "gate, kinds, M, h, result, blocks, count, places, rows, cache_strides, eps, scale)";
+
+/* See `usage`; cache_strides points to those of a group and of a row, in values. */
+PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[NUMBERS];
+    int done;
+    (void)self;
+    if (count != NUMBERS + 2) {
+        PyErr_SetString(PyExc_TypeError, usage);
+        return NULL;
+    }
+    if (!adapt_read_numbers(args, NUMBERS, a)) return NULL;
+    double eps = PyFloat_AsDouble(args[NUMBERS]), scale = PyFloat_AsDouble(args[NUMBERS + 1]);
+    const Isa *products = PyErr_Occurred() ? NULL : adapt_find_isa(a[3]), *small = products ? adapt_find_isa(a[4]) : NULL;
+    if (!small) return NULL;
+    const int64_t *strides = pointer(a[19]);
+    Chain chain = {.team = (Team)(uintptr_t)a[0], .team_size = (int (*)(void))(uintptr_t)a[1], .threads = a[2],
+                   .products = products, .small = small, .hidden = a[5], .inner = a[6], .queries = a[7], .groups = a[8],
+                   .width = a[9], .gate = a[10], .kinds = a[11], .M = a[12], .h = pointer(a[13]),
+                   .result = (uint16_t *)(uintptr_t)a[14], .blocks = pointer(a[15]), .count = a[16],
+                   .places = pointer(a[17]), .rows = pointer(a[18]), .group_stride = strides[0], .row_stride = strides[1],
+                   .eps = (float)eps, .scale = (float)scale};
+    Py_BEGIN_ALLOW_THREADS
+    done = run(&chain);
+    Py_END_ALLOW_THREADS
+    if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}

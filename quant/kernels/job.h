@@ -1,0 +1,43 @@
+/* A product shared out among threads: what is multiplied, where x is laid out, and which chunk of rows is next. */
+#ifndef ADAPT_JOB_H
+#define ADAPT_JOB_H
+
+#include <stdatomic.h>
+
+#include "native.h"
+
+enum { MAX_PARTS = 8 };
+
+/* x [M, K] times `parts` bf16 matrices of K inputs each, or, where `parts` is 0, times a 4-bit one. */
+typedef struct {
+    const Isa *isa;
+    int64_t M, K, threads;
+    const uint16_t *x;
+    int parts;
+    Dense dense[MAX_PARTS];
+    Int4 int4;
+    /* Set by adapt_plan and adapt_prepare. */
+    int64_t rows, bytes, step, chunks;
+    int64_t ends[MAX_PARTS]; /* chunk after the last of each part */
+    void *xs;
+    float *sums;
+    atomic_llong *next; /* the chunk that nobody has taken yet; the threads of a team share it */
+} Job;
+
+/* Cut the rows of the weights into chunks. */
+void adapt_plan(Job *job);
+
+/* Bytes that the prepared x takes. */
+size_t adapt_room(const Job *job);
+
+/* Lay x out in `room`, which must begin at a cache line: loads that cross one cost twice. */
+void adapt_prepare(Job *job, void *room);
+
+/* Take chunks until none is left. `job` is a Job, planned and prepared. */
+void adapt_work(void *job);
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+#endif
