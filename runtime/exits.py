@@ -30,6 +30,10 @@ class ExitPolicy(Protocol):
         """Return whether every row leaves after block `layer` (the paper's minimum over the batch); one at least."""
         ...
 
+    def asks(self, layer: int) -> bool:
+        """Return whether any row can leave after block `layer` by this rule; the others need not be looked at."""
+        ...
+
 
 def cosine(before: Tensor, after: Tensor) -> Tensor:
     """Return the cosine of the angle between the two residual streams, float32 [B, S] (River eq. 1)."""
@@ -68,7 +72,7 @@ class CosineExit:
         return self.asks(layer) and bool(cosine(before, after).min() > self.thresholds[layer - 1])
 
     def asks(self, layer: int) -> bool:
-        """Whether any token can leave after block `layer` by this rule."""
+        """See `ExitPolicy.asks`."""
         return layer >= self.entry_layer - 1 and self.thresholds[layer - 1] < 1
 
 
@@ -84,6 +88,10 @@ class FixedExit:
 
     def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:  # noqa: ARG002
         """See `ExitPolicy.all_leave`."""
+        return self.asks(layer)
+
+    def asks(self, layer: int) -> bool:
+        """See `ExitPolicy.asks`."""
         return layer >= self.depth
 
 

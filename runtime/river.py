@@ -111,18 +111,27 @@ class River:
     def _climb(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy) -> tuple[Tensor, int]:
         """All rows but those held leave together; returns h and the depth where they did."""
         free = self._free(step, h.device)
-        depth = self.deepest
-        for layer in range(1, self.deepest + 1):
-            before, h = h, self.decoder.run(h, step, kv, range(layer - 1, layer))
-            if layer < self.deepest and _all_leave(policy, layer, before, h, free):
-                depth = layer
-                break
+        h, depth = self._climb_backbone(h, step, kv, policy, free)
         gone = depth  # blocks behind which nobody is left in the backbone
         if free is not None:
             ladder, gone = Ladder(self.decoder.arch, self.decoder.blocks, self.exits), self.deepest
             for index in range(depth, gone):
                 h = ladder.run(h, step, kv, index, free)
         return run_layers(self.exits, h, step, kv, range(gone, self.decoder.arch.num_layers)), depth
+
+    def _climb_backbone(
+        self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy, free: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Run dense blocks until the rows leave; those after which none can go in one stretch."""
+        run, done = self.decoder.run, 0
+        for layer in range(1, self.deepest):
+            if not policy.asks(layer):
+                continue
+            before = run(h, step, kv, range(done, layer - 1))
+            h, done = run(before, step, kv, range(layer - 1, layer)), layer
+            if _all_leave(policy, layer, before, h, free):
+                return h, layer
+        return run(h, step, kv, range(done, self.deepest)), self.deepest
 
     def _free(self, step: Step, device: torch.device) -> Tensor | None:
         """Which rows may leave, bool [B, S]; None: all of them."""
