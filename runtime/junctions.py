@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, logsigmoid, silu
 
 from ..errors import FormatError
+from ..quant.kernels import exits
 from ..quant.linear import DenseLinear
 from .architecture import Architecture
 from .attention import RMSNorm
@@ -35,9 +36,14 @@ class Adapter:
     def __init__(self, up: Tensor, down: Tensor) -> None:
         self._up, self._down = DenseLinear(up), DenseLinear(down)
         self.nbytes = self._up.nbytes + self._down.nbytes
+        pair = exits.Pair.of((up, down))
+        self._few = None if pair is None else exits.Adapter(pair)
 
     def __call__(self, x: Tensor) -> Tensor:
         """From x [..., hidden] to the same shape and dtype."""
+        few = self._few
+        if few is not None and few.pair.fits(x):
+            return few(x)
         return x + self._down(silu(self._up(x)))
 
 
@@ -45,14 +51,26 @@ class Router:
     """How much a token wants to leave: two products with a GELU between, a norm, and the difference of two logits."""
 
     def __init__(self, tensors: Mapping[str, Tensor], eps: float) -> None:
-        self._inner = DenseLinear(tensors["inner.weight"], tensors["inner.bias"])
-        self._outer = DenseLinear(tensors["outer.weight"], tensors["outer.bias"])
+        self._biases = tensors["inner.bias"], tensors["outer.bias"]
+        self._inner, self._outer = map(DenseLinear, (tensors["inner.weight"], tensors["outer.weight"]), self._biases)
         self.nbytes = self._inner.nbytes + self._outer.nbytes
         self._norm, self._eps = RMSNorm(tensors["norm.weight"], eps, offset=False), eps
         self._weight, self._bias = tensors["head.weight"], tensors["head.bias"]
         self._trained = self._weight.requires_grad
         weight, bias = self._subtract()
-        self._difference = self._norm.weight.detach() * weight.detach(), bias.detach()
+        self._difference = self._norm.weight.detach() * weight.detach(), float(bias.detach())
+
+    def native(self, norm: RMSNorm) -> exits.Look | None:
+        """`norm` and the router behind it as one call; None where there is none."""
+        pair = exits.Pair.of((self._inner.weight, self._outer.weight), self._biases)
+        if pair is None or norm.native_factor is None or self._trained:
+            return None
+        return exits.Look(pair, norm.native_factor, self._difference[0], self._eps)
+
+    @property
+    def offset(self) -> float:
+        """The bias of every score."""
+        return self._difference[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """From normalised x [..., hidden] to s_exit - s_continue [...], float32; its sigmoid is r_k."""
@@ -62,14 +80,6 @@ class Router:
             return (u @ weight) * (u.square().mean(-1) + self._eps).rsqrt() + bias
         weight, bias = self._subtract()
         return (self._norm(u) * weight).sum(-1) + bias  # autocast would round a product's factors
-
-    def scores(self, x: Tensor) -> list[float]:
-        """The same of few x [R, hidden], as numbers; nothing is differentiated."""
-        if x.shape[0] > 1 or not x.is_cpu or self._trained:  # `_difference` is of before the training
-            return self(x).tolist()
-        u, (weight, bias) = self._inside(x)[0], self._difference
-        mean = float(u.dot(u)) / len(u)
-        return [float(u.dot(weight)) / math.sqrt(mean + self._eps) + float(bias)]
 
     def _inside(self, x: Tensor) -> Tensor:
         return self._outer(gelu(self._inner(x))).float()
@@ -93,6 +103,14 @@ class Junction:
     norm: RMSNorm
     adapter: Adapter
     router: Router
+    few: exits.Look | None = None
+
+    def look(self, h: Tensor) -> tuple[Tensor, list[float]]:
+        """From few states h [R, hidden] to normalised ones and their scores as numbers; nothing is differentiated."""
+        if self.few is not None and self.few.pair.fits(h):
+            return self.few(h, self.router.offset)
+        x = self.norm(h)
+        return x, self.router(x).tolist()
 
     def read(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """From the residual stream h [..., hidden] to what the head multiplies [..., hidden] and the score [...].
@@ -153,12 +171,10 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _junction(arch: Architecture, layers: int, tensors: Mapping[str, Tensor]) -> Junction:
-    return Junction(
-        layers,
-        RMSNorm(tensors["norm.weight"], arch.norm_eps, offset=False),
-        Adapter(tensors["adapter.up.weight"], tensors["adapter.down.weight"]),
-        Router(_part(tensors, "router."), arch.norm_eps),
-    )
+    norm = RMSNorm(tensors["norm.weight"], arch.norm_eps, offset=False)
+    adapter = Adapter(tensors["adapter.up.weight"], tensors["adapter.down.weight"])
+    router = Router(_part(tensors, "router."), arch.norm_eps)
+    return Junction(layers, norm, adapter, router, router.native(norm))
 
 
 def log_weights(scores: Sequence[Tensor]) -> list[Tensor]:

@@ -31,9 +31,7 @@ class Exits:
 
     def look(self, junction: int, h: Tensor) -> tuple[Tensor, list[float]]:
         """From states h [R, hidden] at a junction (from 0) to normalised states and scores, whose sigmoid is r."""
-        here = self.junctions[junction]
-        x = here.norm(h)
-        return x, here.router.scores(x)
+        return self.junctions[junction].look(h)
 
     def early(self, junction: int, x: Tensor) -> Tensor:
         """From normalised x [..., hidden] at a junction to what the head multiplies."""

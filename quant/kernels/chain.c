@@ -10,19 +10,8 @@
 #include <stdlib.h>
 
 #include "job.h"
+#include "team.h"
 #include "token.h"
-
-#ifdef _WIN32
-#define YIELD() ((void)0)
-#else
-#include <sched.h>
-#define YIELD() ((void)sched_yield())
-#endif
-#if defined(__x86_64__) || defined(__i386__)
-#define RELAX() __builtin_ia32_pause()
-#else
-#define RELAX() ((void)0)
-#endif
 
 /* Numbers of a product: parts, K, then w, n, bias of each part; or 0, K, then data, n, bias, groups, wide. */
 enum { PARTS = 3, PRODUCT = 2 + 3 * PARTS };
@@ -32,7 +21,7 @@ enum { KIND, LAYER, STORES, NORM_IN, NORM_MIXED, NORM_MLP, NORM_OUT, HEAD_NORM, 
 enum { BLOCK_NUMBERS = FIRST_PRODUCT + PRODUCTS * PRODUCT };
 /* Numbers of a row: position, row of the cache, then of each kind of layer its rotation and the first position seen. */
 enum { POSITION, CACHE_ROW, FIRST_KIND, COS = 0, SIN, ROTARY, SEEN, KIND_NUMBERS };
-enum { STAGES = PRODUCTS + 1, ATTEND = PRODUCTS, SPINS = 4000 };
+enum { STAGES = PRODUCTS + 1, ATTEND = PRODUCTS };
 
 typedef struct {
     /* as given */
@@ -52,7 +41,8 @@ typedef struct {
     Attention *tokens;
     char *own; /* `own_bytes` for each thread */
     size_t own_bytes, prepared_bytes;
-    atomic_llong *stages, entered, arrived, rounds;
+    atomic_llong *stages;
+    Meeting meeting;
 } Chain;
 
 /* What a thread has for itself: the residual stream [M, hidden], the input of a product, and that laid out. */
@@ -67,21 +57,6 @@ static const void *pointer(int64_t number) { return (const void *)(uintptr_t)num
 static int64_t padded(const Chain *c) { return ceil_div(c->width, PAD) * PAD; }
 
 static size_t lines(int64_t bytes) { return (size_t)(ceil_div(bytes, LINE) * LINE); }
-
-/* All threads of the team have come here. */
-static void meet(Chain *c, const Own *own) {
-    if (own->threads < 2) return;
-    long long round = atomic_load_explicit(&c->rounds, memory_order_acquire);
-    if (atomic_fetch_add_explicit(&c->arrived, 1, memory_order_acq_rel) + 1 == own->threads) {
-        atomic_store_explicit(&c->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&c->rounds, round + 1, memory_order_release);
-        return;
-    }
-    for (int turns = 0; atomic_load_explicit(&c->rounds, memory_order_acquire) == round; turns++) {
-        if (turns < SPINS) RELAX();
-        else YIELD();
-    }
-}
 
 /* A product of a block as a job; `out` rows lie side by side, the parts' outputs behind each other. */
 static Job job_of(const Chain *c, const int64_t *block, int which, const uint16_t *x, uint16_t *out) {
@@ -104,7 +79,7 @@ static void multiply(Chain *c, Own *own, int64_t block, int which, const uint16_
     job.next = &c->stages[block * STAGES + which];
     adapt_prepare(&job, own->prepared);
     adapt_work(&job);
-    meet(c, own);
+    meet(&c->meeting, own->threads);
 }
 
 static void norm(const Chain *c, int64_t factor, const uint16_t *x, uint16_t *out) {
@@ -145,7 +120,7 @@ static void enter_row(Chain *c, const int64_t *block, int64_t m) {
 static void attend(Chain *c, Own *own, int64_t block) {
     if (own->index == 0)
         for (int64_t m = 0; m < c->M; m++) enter_row(c, c->blocks + block * BLOCK_NUMBERS, m);
-    meet(c, own);
+    meet(&c->meeting, own->threads);
     int64_t size = c->queries / c->groups * padded(c);
     atomic_llong *next = &c->stages[block * STAGES + ATTEND];
     for (;;) {
@@ -155,7 +130,7 @@ static void attend(Chain *c, Own *own, int64_t block) {
         memset(token->sums + at % c->groups * size, 0, (size_t)size * sizeof(float));
         c->small->attend(token, at % c->groups);
     }
-    meet(c, own);
+    meet(&c->meeting, own->threads);
 }
 
 static void run_block(Chain *c, Own *own, int64_t index) {
@@ -178,7 +153,7 @@ static void run_block(Chain *c, Own *own, int64_t index) {
 static void run_thread(void *data) {
     Chain *c = data;
     size_t stream = (size_t)(c->M * c->hidden) * sizeof(uint16_t);
-    Own own = {.index = atomic_fetch_add(&c->entered, 1), .threads = c->threads > 1 ? c->team_size() : 1};
+    Own own = {.index = atomic_fetch_add(&c->meeting.entered, 1), .threads = c->threads > 1 ? c->team_size() : 1};
     char *at = c->own + (size_t)own.index * c->own_bytes;
     own.prepared = at;
     own.h = (uint16_t *)(at + c->prepared_bytes);
@@ -238,9 +213,7 @@ static int run(Chain *c) {
     lay_out(c, (uintptr_t)adapt_aligned(block));
     /* No stage has begun, and what pads a head to whole vectors is 0. */
     memset(c->stages, 0, (size_t)((char *)c->sums - (char *)c->stages));
-    atomic_init(&c->entered, 0);
-    atomic_init(&c->arrived, 0);
-    atomic_init(&c->rounds, 0);
+    open_meeting(&c->meeting);
     if (c->threads > 1) c->team(run_thread, c, (unsigned)c->threads, 0);
     else run_thread(c);
     free(block);

@@ -11,11 +11,8 @@
 static const Isa *const isas[] = {&adapt_isa_avx512bf16, &adapt_isa_avx512, &adapt_isa_avx2, &adapt_isa_scalar};
 enum { ISAS = sizeof isas / sizeof *isas };
 
-/* Waking the other threads pays from about 20 microseconds of work on. One thread does some 12 weight bytes, or 30
- * multiplications, in a nanosecond. */
 static void share_out(Job *job, Team team) {
-    int64_t by_arithmetic = job->rows * job->K * job->M / 30, by_memory = job->bytes / 12;
-    int alone = by_arithmetic < 20000 && by_memory < 20000;
+    int alone = adapt_alone(job->rows * job->K * job->M, job->bytes);
     int64_t threads = alone || !team ? 1 : least(job->threads, job->chunks);
     if (threads > 1) team(adapt_work, job, (unsigned)threads, 0);
     else adapt_work(job);
@@ -131,6 +128,8 @@ static PyMethodDef methods[] = {
     {"gated", (PyCFunction)(void (*)(void))adapt_gated, METH_FASTCALL, "activation(gate) * up of bf16 rows"},
     {"attend_rows", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "tokens into the cache, and their attention"},
     {"chain", (PyCFunction)(void (*)(void))adapt_chain, METH_FASTCALL, "decoder blocks, one behind the other"},
+    {"look", (PyCFunction)(void (*)(void))adapt_look, METH_FASTCALL, "rows normed, and the score of each"},
+    {"adapter", (PyCFunction)(void (*)(void))adapt_adapter, METH_FASTCALL, "rows and what two products add to them"},
     {"names", names, METH_NOARGS, "instruction sets, best first"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,5 +1,6 @@
 """Junctions: their tensors, the start of training, gradients, reading from files; which places are possible."""
 
+import copy
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from adapt_llm.errors import FormatError, UnsupportedError, UsageError
+from adapt_llm.quant.kernels import native
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.junctions import (
     Junctions,
@@ -170,22 +172,56 @@ def test_a_junction_inside_a_group_of_shared_caches_is_refused() -> None:
         segments(arch, (3,))
 
 
+def mixed_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Of a junction in which every part shows; what decides stays in float32."""
+    tensors = start(ARCH, (1,), torch.ones(ARCH.hidden_size), 0, early_bias=-0.7)
+    tensors["junctions.1.router.norm.weight"] += torch.randn(ARCH.hidden_size)
+    tensors["junctions.1.norm.weight"] += 0.1 * torch.randn(ARCH.hidden_size)
+    tensors["junctions.1.adapter.down.weight"] += 0.1 * torch.randn(ARCH.hidden_size, ARCH.hidden_size)
+    for name in ("inner", "outer"):
+        tensors[f"junctions.1.router.{name}.bias"] += 0.1 * torch.randn(
+            tensors[f"junctions.1.router.{name}.bias"].shape
+        )
+    exact = ("router.norm.weight", "router.head.weight", "router.head.bias")
+    return {name: each if name.endswith(exact) else each.to(dtype) for name, each in tensors.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_router_says_the_same_in_training_when_running_and_as_numbers(dtype: torch.dtype, rows: int) -> None:
-    tensors = start(ARCH, (1,), torch.ones(ARCH.hidden_size), 0, early_bias=-0.7)
-    tensors["junctions.1.router.norm.weight"] += torch.randn(ARCH.hidden_size)
-    exact = ("router.norm.weight", "router.head.weight", "router.head.bias")
-    tensors = {name: each if name.endswith(exact) else each.to(dtype) for name, each in tensors.items()}
+    tensors = mixed_tensors(dtype)
     trained = {name: each.clone().requires_grad_() for name, each in tensors.items()}
-    x = torch.randn(rows, ARCH.hidden_size, dtype=dtype)
-    learning = Junctions.of(ARCH, (1,), trained)[0].router
-    wanted = learning(x).detach()
-    router = Junctions.of(ARCH, (1,), tensors)[0].router
+    h = torch.randn(rows, ARCH.hidden_size, dtype=dtype)
+    learning, junctions = Junctions.of(ARCH, (1,), trained)[0], Junctions.of(ARCH, (1,), tensors)
+    junction, (shifted,) = junctions[0], junctions.shifted(1.5)
+    x = junction.norm(h)
     atol, rtol = (1e-5, 1e-4) if dtype is torch.float32 else (0.1, 0.05)
-    torch.testing.assert_close(router(x), wanted, atol=atol, rtol=rtol)
-    torch.testing.assert_close(torch.tensor(router.scores(x)), router(x), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.tensor(router.shifted(1.5).scores(x)), router(x) + 1.5, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(junction.router(x), learning.router(x).detach(), atol=atol, rtol=rtol)
+    for one, added in ((junction, 0.0), (shifted, 1.5)):
+        normed, scores = one.look(h)
+        assert torch.equal(normed, x)
+        torch.testing.assert_close(torch.tensor(scores), junction.router(x) + added, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         trained["junctions.1.router.head.weight"].mul_(2)  # a step of the optimiser
-    torch.testing.assert_close(torch.tensor(learning.scores(x)), learning(x).detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(learning.look(h)[1]), learning.router(learning.norm(h)))
+
+
+@pytest.mark.skipif(not native.available(), reason="no native module")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+def test_native_exits_give_what_their_parts_give(rows: int, threads: int) -> None:
+    (junction,) = Junctions.of(ARCH, (1,), mixed_tensors(torch.bfloat16))
+    parts = copy.copy(junction.adapter)
+    parts._few = None
+    h = torch.randn(rows, ARCH.hidden_size).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, scores = junction.look(h)
+        adapted, expected = junction.adapter(x), parts(x)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(x, junction.norm(h))
+    assert torch.equal(adapted, expected)
+    assert not torch.equal(adapted, x)
+    torch.testing.assert_close(torch.tensor(scores), junction.router(x), atol=1e-4, rtol=1e-4)

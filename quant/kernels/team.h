@@ -1,0 +1,47 @@
+/* The threads of one call, which meet between its parts. */
+#ifndef ADAPT_TEAM_H
+#define ADAPT_TEAM_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#ifdef _WIN32
+#define YIELD() ((void)0)
+#else
+#include <sched.h>
+#define YIELD() ((void)sched_yield())
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#define RELAX() __builtin_ia32_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+
+enum { SPINS = 4000 };
+
+typedef struct {
+    atomic_llong entered, arrived, rounds;
+} Meeting;
+
+static inline void open_meeting(Meeting *meeting) {
+    atomic_init(&meeting->entered, 0);
+    atomic_init(&meeting->arrived, 0);
+    atomic_init(&meeting->rounds, 0);
+}
+
+/* Wait until all `threads` have come here. */
+static inline void meet(Meeting *meeting, int64_t threads) {
+    if (threads < 2) return;
+    long long round = atomic_load_explicit(&meeting->rounds, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) + 1 == threads) {
+        atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&meeting->rounds, round + 1, memory_order_release);
+        return;
+    }
+    for (int turns = 0; atomic_load_explicit(&meeting->rounds, memory_order_acquire) == round; turns++) {
+        if (turns < SPINS) RELAX();
+        else YIELD();
+    }
+}
+
+#endif
