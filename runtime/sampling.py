@@ -85,17 +85,17 @@ def argmax(logits: Tensor) -> int:
         AdaptError: the greatest is NaN or infinite.
 
     """
-    best = logits.max()
-    _check_finite(best)
-    return int((logits == best).nonzero()[0])
+    return int((logits == _greatest(logits)).nonzero()[0])
 
 
-def _check_finite(best: Tensor) -> None:
-    if not math.isfinite(float(best)):
+def _greatest(logits: Tensor) -> float:
+    best = float(logits.max())
+    if not math.isfinite(best):
         raise AdaptError(
-            f"The model produced {float(best)} as a logit, so no token can be chosen",
+            f"The model produced {best} as a logit, so no token can be chosen",
             "Try --dtype fp32; if that helps, the weights overflow in the narrower type.",
         )
+    return best
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -119,13 +119,19 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """
     if sampling.greedy:
         return torch.tensor([argmax(logits)]), torch.ones(1, dtype=torch.float64)
-    row = logits.detach().to(device="cpu", dtype=torch.float64)
-    best = row.max()
-    _check_finite(best)
-    weights = ((row - best) / sampling.temperature).exp_()
+    weights = _weigh(logits, sampling)
     ids = _keep(weights, sampling)
     kept = weights if ids is None else weights[ids]
-    return torch.arange(len(row)) if ids is None else ids, kept / kept.sum()
+    return torch.arange(len(weights)) if ids is None else ids, kept / kept.sum()
+
+
+def _weigh(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Unnormalised probabilities [V] before any filter, float64 on the CPU; the greatest is 1."""
+    row = logits.detach().to(device="cpu", dtype=torch.float64, copy=True)
+    row.sub_(_greatest(row))  # in place: a vocabulary in float64 is memory to be asked for, and to be touched
+    if sampling.temperature != 1:
+        row.div_(sampling.temperature)
+    return row.exp_()
 
 
 def _keep(weights: Tensor, sampling: Sampling) -> Tensor | None:
@@ -171,11 +177,15 @@ def _nucleus(weights: Tensor, ids: Tensor | None, top_p: float) -> Tensor:
     return candidates[:reached]
 
 
-def draw(ids: Tensor, probabilities: Tensor, uniform: float) -> int:
-    """Choose one of `ids` [n] by inverting the cumulative law at `uniform` in [0, 1)."""
-    cumulative = probabilities.cumsum(0)
-    at = torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True)
-    return int(ids[min(int(at), len(ids) - 1)])
+def draw(ids: Tensor | None, weights: Tensor, uniform: float) -> int:
+    """Choose one of `ids` [n] (None: all, in order) by inverting the cumulative `weights` [n] at `uniform` in [0, 1).
+
+    Weights are probabilities, or in proportion to them.
+    """
+    cumulative = weights.cumsum(0)
+    at = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
+    at = min(at, len(cumulative) - 1)
+    return at if ids is None else int(ids[at])
 
 
 def sample(logits: Tensor, sampling: Sampling, uniform: float = 0.0) -> int:
@@ -187,8 +197,9 @@ def sample(logits: Tensor, sampling: Sampling, uniform: float = 0.0) -> int:
     """
     if sampling.greedy:
         return argmax(logits)
-    ids, probabilities = distribution(logits, sampling)
-    return draw(ids, probabilities, uniform)
+    weights = _weigh(logits, sampling)
+    ids = _keep(weights, sampling)
+    return draw(ids, weights if ids is None else weights[ids], uniform)
 
 
 class Sampler:
