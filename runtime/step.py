@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import add
 from typing import Protocol
 
 import torch
@@ -67,30 +68,40 @@ class Step:
         length: int | None = None,
     ) -> None:
         self.starts = starts
-        self.ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
+        self.ends = tuple(map(add, starts, counts))
         self.counts = counts
         self.width = max(counts)
         self.end = max(self.ends)
         self.start = starts[0]
-        self.uniform = len(set(starts)) == 1 and len(set(counts)) == 1
+        single = len(starts) == 1
+        self.uniform = single or (len(set(starts)) == 1 and len(set(counts)) == 1)
         self.dtype = dtype
         self.device = device
+        self._arch, self._rotaries = arch, rotaries
         switching = [rotary.spec for rotary in rotaries if rotary.spec.kind == "longrope"]
         # Per row, which frequencies its keys get; empty for models whose frequencies never switch.
         self._lengths = self.ends if length is None else (length,) * len(starts)
         self.regimes = tuple(tuple(spec.regime(n) for spec in switching) for n in self._lengths) if switching else ()
-        self._capped = arch.attention_softcap is not None
-        self._group = arch.num_heads // arch.num_kv_heads
-        self._rotaries = rotaries
-        self.views = tuple(self._view(kind) for kind in arch.kinds)
-        self._masked: list[View | None] = [None] * len(self.views)
-        self._kind_of = arch.kind_of
-        self._windows = [kind.window for kind in arch.kinds]
-        self._first = tuple(self.views[kind].first for kind in arch.kind_of)
-        self.query_scale = self._query_scale(arch.query_scaling)
+        self._masked: dict[int, View] = {}
         # There is a native attention for one token of each sequence, and for few of a single one.
-        self.few = self.width <= FEW_ROWS and len(starts) == 1 and self.query_scale is None
-        self.tokens = self.width == 1 and min(counts) == 1 and self.query_scale is None
+        plain = arch.query_scaling is None
+        self.few = plain and single and self.width <= FEW_ROWS
+        self.tokens = plain and self.width == 1 and min(counts) == 1
+
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        """See `Pass`."""
+        return tuple(map(self._view, self._arch.kinds))
+
+    @cached_property
+    def query_scale(self) -> Tensor | None:
+        """What rotated queries are multiplied by [B, 1, S, 1], where the family scales them by position."""
+        scaling = self._arch.query_scaling
+        if scaling is None:
+            return None
+        beta, original = scaling
+        scale = 1 + beta * torch.log1p(torch.floor(self.positions / original))
+        return scale[:, None, :, None].to(device=self.device, dtype=self.dtype)
 
     def attend(
         self,
@@ -108,16 +119,17 @@ class Step:
         if self.query_scale is not None:
             q = q * self.query_scale
         k, v = kv.fetch(self, layer)
-        return attend(q, k, v, self.masked_view(self._kind_of[layer]), scale=scale, softcap=softcap)
+        return attend(q, k, v, self.masked_view(self._arch.kind_of[layer]), scale=scale, softcap=softcap)
 
     def first_key(self, layer: int) -> int:
         """The first position that any query of this pass sees in `layer`."""
-        return self._first[layer]
+        return self.views[self._arch.kind_of[layer]].first
 
     @cached_property
     def seen(self) -> tuple[tuple[range, ...], ...]:
         """The positions that the last token of each row sees, by kind of layer."""
-        return tuple(tuple(range(_first_seen(end, window), end) for end in self.ends) for window in self._windows)
+        windows = [kind.window for kind in self._arch.kinds]
+        return tuple(tuple(range(_first_seen(end, window), end) for end in self.ends) for window in windows)
 
     @cached_property
     def rows(self) -> "array[int]":
@@ -130,8 +142,8 @@ class Step:
         numbers = array("q")
         for index, (position, row) in enumerate(places):
             numbers.extend((position, row))
-            for window, (cos, sin, width, apart) in zip(self._windows, turns, strict=True):
-                seen = _first_seen(position + 1, window)
+            for kind, (cos, sin, width, apart) in zip(self._arch.kinds, turns, strict=True):
+                seen = _first_seen(position + 1, kind.window)
                 numbers.extend((cos + index * apart, sin + index * apart, width, seen))
         return numbers
 
@@ -153,15 +165,15 @@ class Step:
     def _view(self, kind: LayerSpec) -> View:
         cos, sin = self._rotation(kind.rope)
         first = _first_seen(min(self.starts) + 1, kind.window)
-        folded = self.width <= FOLDED_ROWS and not self._capped
+        folded = self.width <= FOLDED_ROWS and self._arch.attention_softcap is None
         return View(cos, sin, mask=None, causal=False, folded=folded, first=first)
 
     def masked_view(self, kind: int) -> View:
         """The view of a kind of layer with its mask, made when it is first needed: native attention does without."""
-        masked = self._masked[kind]
+        masked = self._masked.get(kind)
         if masked is None:
             view = self.views[kind]
-            mask, causal = self._mask(self._windows[kind], view.first, folded=view.folded)
+            mask, causal = self._mask(self._arch.kinds[kind].window, view.first, folded=view.folded)
             masked = self._masked[kind] = replace(view, mask=mask, causal=causal)
         return masked
 
@@ -177,7 +189,7 @@ class Step:
         if self.uniform and self.width == 1:
             return None, False
         plain = self.uniform and self.start == 0 and (window is None or window >= self.width)
-        if plain and not folded and not self._capped:
+        if plain and not folded and self._arch.attention_softcap is None:
             return None, True
         positions = (self.positions[:1] if self.uniform else self.positions)[:, :, None]
         keys = torch.arange(first, self.end)
@@ -186,15 +198,8 @@ class Step:
             seen &= keys > positions - window
         mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
         if folded:
-            mask = mask.repeat(1, self._group, 1)
+            mask = mask.repeat(1, self._arch.num_heads // self._arch.num_kv_heads, 1)
         return (mask[0] if self.uniform else mask[:, None]).to(self.device), False
-
-    def _query_scale(self, scaling: tuple[float, int] | None) -> Tensor | None:
-        if scaling is None:
-            return None
-        beta, original = scaling
-        scale = 1 + beta * torch.log1p(torch.floor(self.positions / original))
-        return scale[:, None, :, None].to(device=self.device, dtype=self.dtype)
 
 
 def _first_seen(end: int, window: int | None) -> int:
