@@ -25,6 +25,7 @@ from .progress import Reporter, SilentReporter
 from .river import River as RiverModel
 from .self_check import compare, run_dense_check, run_mixture_check, run_river_check
 from .small_head import shrink_head
+from .stack import Stack
 from .text import Tokenizer
 
 
@@ -80,7 +81,7 @@ def load_dense(bundle: Bundle, options: SessionOptions) -> Dense:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     blocks = LazyBlocks(arch.num_layers, lambda index: load_block(arch, store, index, device=device, dtype=dtype))
-    return Dense(load_frame(arch, store, blocks, device=device, dtype=dtype))
+    return Dense(load_frame(arch, store, Stack(arch, blocks), device=device, dtype=dtype))
 
 
 def self_check(bundle: Bundle) -> Sequence[str]:

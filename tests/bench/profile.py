@@ -1,9 +1,11 @@
 """Where the time of one decode step goes: products, head, attention, norms, gates, the choice of a token, the rest.
 
 python tests/bench/profile.py BUNDLE [--tokens 32] [--context 128] [--rounds 5] [--threads N] [--head-bits 8] [--tau X]
+    [--pieces]
 
 Makes a table of docs/kernels.md. Calls are timed one by one, which costs less than a microsecond each; the line "step"
 is measured without that, in turn with it. "Python and the rest" is what is in no call: the loop, views, residual sums.
+`--pieces` runs every operation of a block by itself, as it was before blocks were one call.
 """
 
 import argparse
@@ -18,8 +20,10 @@ from typing import Any
 import torch
 
 from adapt_llm.quant.int8 import Int8Linear
+from adapt_llm.quant.kernels.chain import Chain
 from adapt_llm.quant.kernels.small import TokenAttention
 from adapt_llm.quant.linear import DenseGroup, DenseLinear, Int4Linear
+from adapt_llm.runtime import stack
 from adapt_llm.runtime.attention import Gated, RMSNorm
 from adapt_llm.runtime.bench_bundle import BenchOptions, Field, Name
 from adapt_llm.runtime.bench_lanes import make_rows
@@ -28,6 +32,7 @@ from adapt_llm.runtime.sampling import Sampler, Sampling
 from adapt_llm.runtime.traffic import Traffic, traffic_of
 
 PARTS: dict[type, str] = {
+    Chain: "blocks, in native calls",
     DenseGroup: "16-bit products",
     DenseLinear: "16-bit products",
     Int4Linear: "4-bit products",
@@ -83,7 +88,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--head-bits", type=int, choices=[8, 16], default=16)
     parser.add_argument("--tau", type=float)
+    parser.add_argument("--pieces", action="store_true")
     asked = parser.parse_args()
+    if asked.pieces:
+        stack._chain = lambda arch, count: None
     if asked.threads:
         torch.set_num_threads(asked.threads)
     field = Field(asked.bundle, BenchOptions(session=SessionOptions(tau=asked.tau, head_bits=asked.head_bits)))

@@ -26,6 +26,7 @@ from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.sampling import Sampler, Sampling
 from adapt_llm.runtime.self_check import run_mixture_check
+from adapt_llm.runtime.stack import Stack
 from adapt_llm.runtime.stops import Stops
 from adapt_llm.runtime.text import Tokenizer
 from adapt_llm.runtime.verify import verify
@@ -224,6 +225,7 @@ def test_a_bundle_opens_answers_and_describes_itself(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     model = load_model(opened, SessionOptions(dtype="fp32", device="cpu", max_deferred=3))
     assert isinstance(model, Nvium)
+    assert isinstance(model.decoder.blocks, Stack)
     ids = [3, 8, 40]
     found = model.score(torch.tensor([ids]), model.new_cache(1, 3))[0]
     expected = NM.mixture(model.decoder, POINTS, load_file(bundle / "junctions.safetensors"), ids).log().float()
