@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from .dense import chunked_linear
 from .kernels import native, native8
-from .linear import chunked_linear
 
 
 class Int8Linear:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapt_llm.errors import UnsupportedError
+from adapt_llm.quant import dense as dense_module
 from adapt_llm.quant import linear as linear_module
 from adapt_llm.quant import probe as probe_module
 from adapt_llm.quant.forms import Compact, Native
@@ -145,7 +146,7 @@ def test_forms_give_their_rows_back(N, groups, group_size, float_zeros, coarse, 
 
 
 def test_many_rows_are_cut_into_chunks(monkeypatch):
-    monkeypatch.setattr(linear_module, "CHUNK_BYTES", 4 * 128 * 24)
+    monkeypatch.setattr(dense_module, "CHUNK_BYTES", 4 * 128 * 24)
     matrix = make(64, 128, 32)
     bias = values(64, dtype=torch.bfloat16)
     x = values(40, 128, dtype=torch.bfloat16)
