@@ -1,12 +1,11 @@
 """N-vium: a token leaves at the exit that its law settles on; what lies above is run with later tokens.
 
-A pass goes segment by segment. Every segment runs all that waits at the junction below it, the new tokens last, as one
-stretch; so keys and values are never missing where a token attends. Prompts run whole, and take along all that waits.
-Source: N-vium (arXiv 2605.13190). Knows no files and no text; `nvium_laws` decides, `piggyback` remembers.
+Prompts run whole, and take along all that waits. Source: N-vium (arXiv 2605.13190). Knows no files and no text;
+`flight` runs the passes, `nvium_laws` decides, `piggyback` remembers.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +14,14 @@ from torch import Tensor
 from . import nvium_laws as laws
 from .cache import KVCache, KVStore
 from .decoder import Decoder
+from .flight import Flight, Lane
 from .generate import StepOutput
 from .junctions import Junctions, log_weights
 from .nvium_laws import Exits
-from .packed import PackedStep, PackedStore
 from .pass_store import PassStore
 from .piggyback import DeferredCache, segments
 from .sampling import Sampler
-from .step import Step
+from .side_by_side import rows_of, together
 
 if TYPE_CHECKING:
     from .static_segments import SegmentGraphs
@@ -165,21 +164,22 @@ class Nvium:
         weights = torch.stack(log_weights(scores)) if scores else last.new_zeros((1, *last.shape[:2])).float()
         return Reading(self.exits, weights, (*(x for x, _ in read), self.exits.last(last)))
 
-    def _start(self, ids: Tensor, caches: Sequence[DeferredCache]) -> "Flight":
+    def _start(self, ids: Tensor, caches: Sequence[DeferredCache]) -> Flight:
         """Run ids [B, S], a row for each cache, through the first segment."""
         flight = self._flight([Lane(cache) for cache in caches])
         flight.enter(ids.to(self.decoder.device))
         return flight
 
-    def _flight(self, lanes: "list[Lane]") -> "Flight":
+    def _flight(self, lanes: list[Lane]) -> Flight:
         return Flight(self.decoder, self.segments, lanes, self.graphs)
 
-    def _leaving(self, flight: "Flight", asked: Sequence[laws.Choice]) -> list[bool]:
+    def _leaving(self, flight: Flight, asked: Sequence[laws.Choice]) -> list[bool]:
         """Which of the flight's lanes are settled at the junction that it has reached."""
-        x, scores = self.exits.look(flight.segment, torch.cat([lane.last for lane in flight.lanes]))
-        return [it.at(flight.segment, row, score) for it, row, score in zip(asked, x.split(1), scores, strict=True)]
+        x, scores = self.exits.look(flight.segment, together([lane.last for lane in flight.lanes]))
+        rows = rows_of(x, len(asked))
+        return [it.at(flight.segment, row, score) for it, row, score in zip(asked, rows, scores, strict=True)]
 
-    def _decode(self, flight: "Flight", samplers: Sequence[Sampler | None]) -> list[StepOutput]:
+    def _decode(self, flight: Flight, samplers: Sequence[Sampler | None]) -> list[StepOutput]:
         """Choose a token for each lane of a flight that is through the first segment."""
         lanes = flight.lanes
         asked = laws.start(self.exits, samplers, per_exit=self._per_exit)
@@ -202,93 +202,6 @@ class Nvium:
             StepOutput(logits, depth, token, tuple(lane.passes))
             for (logits, token), depth, lane in zip(found, depths, lanes, strict=True)
         ]
-
-
-@dataclass
-class Lane:
-    """One sequence in a pass: its cache, its step, its states in flight [1, n, hidden], blocks run, rows per pass."""
-
-    cache: DeferredCache
-    step: Step | None = None
-    h: Tensor = field(default_factory=lambda: torch.empty(0))
-    depth: int = 0
-    passes: list[int] = field(default_factory=list)
-
-    @property
-    def last(self) -> Tensor:
-        """The newest token's state [1, hidden]."""
-        return self.h[:, -1]
-
-
-class Flight:
-    """One pass up the stack of sequences side by side. `segment` is the one that ran last; a lane may be taken out."""
-
-    def __init__(
-        self, decoder: Decoder, segments: tuple[range, ...], lanes: list[Lane], graphs: "SegmentGraphs | None" = None
-    ) -> None:
-        self._decoder, self._segments, self._graphs = decoder, segments, graphs
-        self.lanes = lanes
-        self.segment = 0
-
-    @property
-    def more(self) -> bool:
-        """Whether there are segments above."""
-        return self.segment + 1 < len(self._segments)
-
-    def enter(self, ids: Tensor) -> None:
-        """Run new ids [B, S] through the first segment."""
-        decoder = self._decoder
-        for lane, row in zip(self.lanes, ids.split(1), strict=True):
-            lane.step = decoder.step(lane.cache, row, layers=self._segments[0])
-        for lane, row in zip(self.lanes, decoder.embed(ids).split(1), strict=True):
-            lane.h = row
-        self._run()
-
-    def climb(self) -> None:
-        """Run all that waits at the next junction, the newest tokens last, through the segment above it."""
-        junction, self.segment = self.segment, self.segment + 1
-        for lane in self.lanes:
-            lane.h = lane.cache.states(junction)
-            count = lane.h.shape[1]
-            lane.passes.append(count)
-            lane.step = self._prepare(lane.step, lane.cache.length(self.segment), count)
-        self._run()
-        for lane in self.lanes:
-            lane.cache.passed(junction)
-
-    def relieve(self, most: int) -> None:
-        """Where more than `most` tokens of a lone lane wait, run them and all above them to the end."""
-        cache, last = self.lanes[0].cache, len(self._segments) - 1
-        self.segment = next((k for k in range(last) if cache.waiting(k) > most), last)
-        while self.more:
-            if cache.waiting(self.segment):
-                self.climb()
-            else:
-                self.segment += 1
-
-    def _run(self) -> None:
-        """Take the lanes' states through the blocks of `segment`."""
-        blocks, lanes = self._segments[self.segment], self.lanes
-        steps = [lane.step for lane in lanes if lane.step is not None]
-        step, kv, h = steps[0], lanes[0].cache, lanes[0].h
-        if len(lanes) > 1:
-            step, kv = PackedStep(steps), PackedStore([lane.cache for lane in lanes])
-            h = torch.cat([lane.h for lane in lanes], 1)
-        whole = None
-        if len(lanes) == 1 and self._graphs is not None:
-            whole = self._graphs.run(self.segment, steps[0], lanes[0].cache, h)
-        h = self._decoder.run(h, step, kv, blocks) if whole is None else whole
-        parts = h.split([lane.h.shape[1] for lane in lanes], 1) if len(lanes) > 1 else [h]
-        for lane, one, part in zip(lanes, steps, parts, strict=True):
-            lane.h, lane.depth = part, blocks.stop
-            if self.more:
-                lane.cache.wait(self.segment, one.start, part)
-
-    def _prepare(self, below: Step | None, start: int, count: int) -> Step:
-        """The step of this pass; that of the segment below where both run the same positions."""
-        if below is not None and below.start == start and below.width == count:
-            return below
-        return self._decoder.segment(start, count, start + count)
 
 
 def _deferred(cache: KVCache) -> DeferredCache:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .decoder import Decoder
 from .junctions import Junctions
 from .sampling import Sampler, Sampling, argmax
+from .side_by_side import together
 
 SLACK = 1e-6
 """Of a lead in probability over what is still unknown: wider than float32 sums of it are off."""
@@ -184,7 +185,7 @@ class Greedy:
         if not self._waiting:
             return
         masses, states = zip(*self._waiting, strict=True)
-        logits = self._exits.logits(states[0] if len(states) == 1 else torch.cat(states))
+        logits = self._exits.logits(together(states))
         parts = torch.tensor([masses], device=logits.device) @ logits.softmax(-1)
         self._mixed = parts if self._mixed is None else self._mixed + parts
         self._counted += sum(masses)
@@ -227,6 +228,6 @@ def finish(exits: Exits, choices: Sequence[Choice]) -> list[tuple[Tensor, int | 
     if not states:
         none = torch.empty(0)
         return [asked.result(none) for asked in choices]
-    logits = exits.logits(states[0] if len(states) == 1 else torch.cat(states))
-    parts = logits.split([len(asked.heads) for asked in choices])
+    logits = exits.logits(together(states))
+    parts = (logits,) if len(choices) == 1 else logits.split([len(asked.heads) for asked in choices])
     return [asked.result(part) for asked, part in zip(choices, parts, strict=True)]

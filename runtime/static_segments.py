@@ -1,7 +1,7 @@
 """N-vium's passes as CUDA graphs: a stretch of waiting tokens through one segment, in shapes of 1, 2, 4, … rows.
 
 A shorter stretch repeats its last token, which writes the same keys and values again and is cut off. Elsewhere than on
-a GPU the function is called. Knows no junctions and no law; see `nvium.Flight`.
+a GPU the function is called. Knows no junctions and no law; see `flight.Flight`.
 """
 
 import weakref

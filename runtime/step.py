@@ -88,9 +88,13 @@ class Step:
         self.few = plain and single and self.width <= FEW_ROWS
         self.tokens = plain and self.width == 1 and min(counts) == 1
 
-    @cached_property
-    def views(self) -> tuple[View, ...]:
+    @property
+    def views(self) -> Sequence[View]:
         """See `Pass`."""
+        return self._views
+
+    @cached_property
+    def _views(self) -> tuple[View, ...]:
         return tuple(map(self._view, self._arch.kinds))
 
     @cached_property
