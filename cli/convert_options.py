@@ -116,6 +116,14 @@ def rcla_options(
             help="How often a layer reads an earlier layer's cache in training (default: 0.6).",
         ),
     ] = None,
+    cross_draw: Annotated[
+        Literal["layers", "leaders"] | None,
+        typer.Option(
+            "--cross-draw",
+            rich_help_panel=RCLA,
+            help="What training draws: any earlier layer to read, or which layers lead, as in a map (default: layers).",
+        ),
+    ] = None,
     plain_passes: Annotated[
         float | None,
         typer.Option(
@@ -123,6 +131,15 @@ def rcla_options(
             metavar="X",
             rich_help_panel=RCLA,
             help="Share of training passes in which no layer reads another's cache (default: 0).",
+        ),
+    ] = None,
+    distill: Annotated[
+        float | None,
+        typer.Option(
+            "--distill",
+            metavar="X",
+            rich_help_panel=RCLA,
+            help="Learn the text without crossing, and to predict the same with it, with this weight.",
         ),
     ] = None,
 ) -> dict[str, Any]:

@@ -16,8 +16,8 @@ TAKES = {
 """Method -> the groups of options that are its own."""
 MAY_BE_UNTRAINED = ("rcla",)
 TRAINS = (
-    *("steps", "learning_rate", "lora", "cross_prob", "plain_passes", "batch_size", "micro_batch"),
-    *("gradient_checkpointing", "checkpoint_every"),
+    *("steps", "learning_rate", "lora", "cross_prob", "cross_draw", "plain_passes", "distill"),
+    *("batch_size", "micro_batch", "gradient_checkpointing", "checkpoint_every"),
 )
 """Options that say how weights are trained."""
 READS = ("validation", "sequence_length", "packed", "loss_on", "seed")

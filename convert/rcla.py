@@ -193,6 +193,8 @@ class _Recipe:
             keep_ratio=settings.keep_ratio,
             cross_prob=settings.cross_prob if plan.trains else None,
             plain_passes=settings.plain_passes if plan.trains else None,
+            cross_draw=settings.cross_draw if plan.trains else None,
+            distill=settings.distill if plan.trains else None,
             training=self._training_run(texts),
             retention=retention(measured, trained=plan.trains),
         )

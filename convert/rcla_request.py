@@ -1,9 +1,10 @@
 """What `adapt convert --method rcla` was asked for, as data. Knows no models."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
-from .request import demand
+from ..runtime.methods import CrossDraw
+from .request import choice, demand
 from .training_request import TrainingRequest
 
 RATE_FULL, RATE_LORA = 5e-6, 1e-4
@@ -18,6 +19,7 @@ class RclaSettings(TrainingRequest):
     keep_layers: the keepers, named. keep_ratio: a share of layers, chosen by the loss on some of the training text.
     cross_prob: probability that a layer reads an earlier layer's keys and values in a training pass.
     plain_passes: share of the training passes in which every layer reads its own.
+    cross_draw, distill: see `cross_layer.CrossLayer`.
     lora: rank; None trains all weights.
     """
 
@@ -27,6 +29,8 @@ class RclaSettings(TrainingRequest):
     keep_ratio: float | None = None
     cross_prob: float = 0.6
     plain_passes: float = 0.0
+    cross_draw: CrossDraw = "layers"
+    distill: float | None = None
     lora: int | None = None
 
     @property
@@ -53,6 +57,8 @@ class RclaSettings(TrainingRequest):
             )
         for flag, share in (("--cross-prob", self.cross_prob), ("--plain-passes", self.plain_passes)):
             demand(0 <= share <= 1, f"{flag} {share} is no probability")
+        choice("--cross-draw", self.cross_draw, get_args(CrossDraw))
+        demand(self.distill is None or self.distill > 0, f"--distill {self.distill} is not positive")
         demand(
             self.lora is None or self.lora >= 1, f"--lora {self.lora} is not a rank", "Use 8 to 64, or leave it out."
         )

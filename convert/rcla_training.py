@@ -44,7 +44,7 @@ class Training(LoopTraining[RclaSettings]):
         length = self.settings.sequence_length
         return plan_memory(
             self.arch,
-            tokens=self.micro_batch * length,
+            tokens=self.micro_batch * length * (1 if self.settings.distill is None else 2),  # both passes are kept
             length=length,
             lora=self.lora,
             frozen_dtype=self.frozen_dtype,
@@ -56,10 +56,11 @@ class Training(LoopTraining[RclaSettings]):
         """The training for people."""
         settings = self.settings
         what = "all weights" if settings.lora is None else f"LoRA of rank {settings.lora}"
-        return (
-            f"{self.amount}; {what} at {settings.rate:g}, in {self.precision}, "
-            f"layers cross with probability {settings.cross_prob:g}"
-        )
+        crossing = f"layers cross with probability {settings.cross_prob:g}"
+        if settings.cross_draw == "leaders":
+            crossing = f"up to {settings.cross_prob:.0%} of the layers follow"
+        taught = "" if settings.distill is None else f", taught by plain passes with weight {settings.distill:g}"
+        return f"{self.amount}; {what} at {settings.rate:g}, in {self.precision}, {crossing}{taught}"
 
 
 class Trainer:
@@ -85,9 +86,9 @@ class Trainer:
             frozen_dtype=training.frozen_dtype,
             checkpointing=training.checkpointing,
         )
-        own = {name: getattr(settings, name) for name in ("cross_prob", "plain_passes", "lora")}
-        key = {**training.key(data), **own}
-        objective = CrossLayer(settings.cross_prob, settings.plain_passes)
+        named = ("cross_prob", "cross_draw", "plain_passes", "distill", "lora")
+        key = {**training.key(data), **{name: getattr(settings, name) for name in named}}
+        objective = CrossLayer(settings.cross_prob, settings.plain_passes, settings.cross_draw, settings.distill)
         folder = self._folder / "training"
         history = train(model, data.train, training.steps, objective, folder, reporter=reporter, key=key)
         return model, history.tokens

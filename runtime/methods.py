@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .method_settings import MethodSettings, Sha256, Share, TextUsed, TrainingRun
 
+CrossDraw = Literal["layers", "leaders"]
+"""What an R-CLA training draws for a pass: an earlier layer for each layer that crosses, or which layers lead."""
 Readout = Literal["mean", "last"]
 """What is classified where no rule fired: the mean of the sentences' states, or the last sentence's."""
 
@@ -97,6 +99,10 @@ class Rcla(MethodSettings, frozen=True):
     """Probability that a layer read an earlier layer's keys and values in training; None without training."""
     plain_passes: Share | None = None
     """Share of the training passes in which every layer read its own; None without training."""
+    cross_draw: CrossDraw | None = None
+    """None without training, and where a bundle is older: `layers`."""
+    distill: Annotated[float, Field(gt=0)] | None = None
+    """Weight of imitating the pass in which every layer read its own; None where texts alone were learnt."""
     training: TrainingRun | None = None
     retention: tuple[RetentionPoint, ...] = ()
 

@@ -53,10 +53,9 @@ def settings(manifests: dict[str, Manifest]) -> list[str]:
         if (run := rcla.training) is not None:
             what = "all weights" if run.lora_rank is None else f"LoRA of rank {run.lora_rank}"
             size = f"{run.steps} steps of {run.sequences_per_step} x {run.sequence_length} tokens ({run.tokens} in all)"
-            lines.append(
-                f"{name}: {size} of {run.data.name}, rate {run.learning_rate:g}, {what}, p = {rcla.cross_prob}, "
-                f"plain passes {rcla.plain_passes or 0:.0%}"
-            )
+            drawn = f"p = {rcla.cross_prob} ({rcla.cross_draw or 'layers'}), plain passes {rcla.plain_passes or 0:.0%}"
+            taught = "" if rcla.distill is None else f", distilled x {rcla.distill:g}"
+            lines.append(f"{name}: {size} of {run.data.name}, rate {run.learning_rate:g}, {what}, {drawn}{taught}")
     return lines
 
 

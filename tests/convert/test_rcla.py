@@ -27,13 +27,13 @@ from adapt_llm.convert.training import train
 from adapt_llm.convert.workspace import work_folder
 from adapt_llm.errors import UnsupportedError, UsageError
 from adapt_llm.runtime.bundle import Bundle
-from adapt_llm.runtime.cache import PassStore
 from adapt_llm.runtime.dense import Dense
 from adapt_llm.runtime.describe import describe
 from adapt_llm.runtime.exits import FixedExit
 from adapt_llm.runtime.methods import Rcla
 from adapt_llm.runtime.models import load_model, self_check
 from adapt_llm.runtime.options import SessionOptions
+from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.river import River
 from adapt_llm.runtime.verify import verify
@@ -122,6 +122,30 @@ def test_a_trained_bundle_is_whole_and_better_than_it_came(trained: Path) -> Non
     assert manifest.quality.perplexity == points(trained)[2][1]
     assert manifest.quality.dense_perplexity == points(trained)[4][0]
     assert verify(trained, reporter=SilentReporter(), self_check=self_check).problems == ()
+
+
+def test_a_model_that_teaches_itself(request_for, trained: Path) -> None:
+    """Leaders drawn, and the plain passes' predictions imitated: better with all caches than by the paper's rule."""
+    request = request_for("distilled", share_every=2, cross_prob=0.75, cross_draw="leaders", distill=1.0)
+    planned, other = (plan(each, SilentReporter()) for each in (request, request_for("other", share_every=2)))
+    assert planned.fingerprint() != other.fingerprint()
+    assert planned.training.memory > other.training.memory
+    path = convert(request)
+    settings = Bundle.open(path).manifest.method(Rcla)
+    assert settings is not None
+    assert (settings.cross_draw, settings.distill, settings.plain_passes) == ("leaders", 1.0, 0.0)
+    for after, (paper, (before, theirs)) in zip(points(path).values(), points(trained).items(), strict=True):
+        assert after[1] < before / 4, paper
+        assert paper < 4 or after[1] < theirs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"), [({"cross_draw": "heads"}, "layers, leaders"), ({"distill": 0.0}, "positive")]
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        RclaSettings(**wrong)
+    assert match in f"{caught.value} {caught.value.hint}"
 
 
 def test_followers_are_in_neither_file_nor_memory_nor_cache(trained: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapt_llm.convert.cross_layer import CrossLayer, draw_sources
+from adapt_llm.convert.cross_layer import CrossLayer, draw_leaders, draw_sources
 from adapt_llm.convert.kv_map import KVMap, count_of, every, from_keepers, keepers_of, search, spread
 from adapt_llm.convert.sequences import Batch
 from adapt_llm.errors import UsageError
@@ -135,6 +135,28 @@ def test_how_often_and_where_layers_cross() -> None:
     assert any(sources[source] != source for sources in draws for source in sources), "reading is not chained"
     assert draw_sources(PLAIN, 0.0, random.Random(1)) == tuple(range(7))
     assert all(source < layer for layer, source in enumerate(draw_sources(PLAIN, 1.0, random.Random(1))) if layer)
+
+
+@given(ANY_KINDS, st.floats(0, 1), st.integers())
+def test_leaders_are_drawn_as_a_bundle_has_them(kinds: list[int], share: float, seed: int) -> None:
+    arch = of_kinds(kinds)
+    sources = draw_leaders(arch, share, random.Random(seed))
+    assert sources == draw_leaders(arch, share, random.Random(seed))
+    assert arch.share(sources).kv_sources == sources
+    followers = arch.num_layers - len(keepers_of(sources))
+    most = min(round(share * arch.num_layers), arch.num_layers - len(arch.kinds))
+    assert min(1, most) <= followers <= most
+
+
+def test_how_many_layers_follow_and_which() -> None:
+    draws = [draw_leaders(PLAIN, 0.6, random.Random(seed)) for seed in range(4000)]
+    sizes = [7 - len(keepers_of(sources)) for sources in draws]
+    for followers in (1, 2, 3, 4):  # 0.6 of 7 layers
+        assert sizes.count(followers) / 4000 == pytest.approx(0.25, abs=0.04)
+    for layer in range(1, 7):  # 2.5 of the 6 that may
+        assert sum(sources[layer] != layer for sources in draws) / 4000 == pytest.approx(2.5 / 6, abs=0.04)
+    assert draw_leaders(PLAIN, 1.0, random.Random(5)) != draw_leaders(PLAIN, 1.0, random.Random(6))
+    assert draw_leaders(PLAIN, 0.0, random.Random(1)) == tuple(range(7))
 
 
 def test_in_plain_passes_no_layer_crosses() -> None:
