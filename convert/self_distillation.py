@@ -15,7 +15,7 @@ from .cross_entropy import LOGIT_BYTES
 from .trainable import Trainable
 
 STEEPEST = 30.0
-"""Nats for a relative change of a token's state by one: half of the tokens have more in a plain pass of SmolLM2-135M."""
+"""Nats for a relative change of a token's state by one: about the median in plain passes of SmolLM2-135M."""
 
 
 def imitation(model: Trainable, states: Sequence[Tensor], wanted: Tensor, counted: Tensor, weight: float) -> Tensor:
