@@ -3,7 +3,7 @@
 python tests/bench/startup.py BUNDLE [--rounds 5] [--threads N] [--prompt TEXT]
 
 "import torch" is what nothing can be done about; "weights" is the least time in which the bytes of one dense pass are
-read, at the bandwidth measured here. The files are in the page cache from the second round on; the first one is not shown.
+read, at the bandwidth measured here. Files are in the page cache from the second round on; the first one is not shown.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
     threads = [] if asked.threads is None else ["--threads", str(asked.threads)]
     found: list[dict[str, float]] = []
     for _ in range(asked.rounds + 1):
-        found.append(child(asked) | {"`adapt --help`": whole([command[0], "--help"])})
+        found.append(child(asked) | {"`adapt --help`": whole([adapt, "--help"])})
         found[-1]["`adapt run`, one token"] = whole([*command, *threads])
     print("| | ms (median, min–max) |\n|---|--:|")
     for name in found[0]:
@@ -86,12 +86,10 @@ def phases(asked: argparse.Namespace) -> dict[str, float]:
     from adapt_llm.runtime.bandwidth import MemoryReader  # noqa: PLC0415
 
     traffic = traffic_of(session.model)
+    if traffic is None:
+        return seconds
     count = session.model.decoder.arch.num_layers
-    return seconds | (
-        {}
-        if traffic is None
-        else {"weights": traffic.weights([count]) / MemoryReader(torch.device("cpu")).bytes_per_second()}
-    )
+    return seconds | {"weights": traffic.weights([count]) / MemoryReader(torch.device("cpu")).bytes_per_second()}
 
 
 if __name__ == "__main__":
