@@ -28,14 +28,8 @@ def main() -> None:
     if asked.child:
         print(json.dumps(phases(asked)))
         return
-    command = [
-        str(Path(sys.executable).with_name("adapt")),
-        "run",
-        str(asked.bundle),
-        asked.prompt,
-        "--max-tokens",
-        "1",
-    ]
+    adapt = str(Path(sys.executable).with_name("adapt"))
+    command = [adapt, "run", str(asked.bundle), asked.prompt, "--max-tokens", "1"]
     threads = [] if asked.threads is None else ["--threads", str(asked.threads)]
     found: list[dict[str, float]] = []
     for _ in range(asked.rounds + 1):
