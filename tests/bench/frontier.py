@@ -2,11 +2,13 @@
 
 python tests/bench/frontier.py BUNDLE --made-on wiki.utf8 --text c4.utf8 --plot frontier.png
     [--tokens 512] [--held-out 2048] [--held 1] [--block-ms DENSE,RIVER,REST] [--lossless X] [--threads 2]
+    [--json FILE] [--figures FILE]
 
 The paper's rule with one threshold, a threshold by block, blocks that stay dense (chosen by their measured sensitivity,
 and for comparison the last ones), all 4-bit, dense, and lossless River. Speeds follow from the blocks that tokens run
 and what a block takes here, or as given; --lossless is the speed of that mode over dense, measured where not given.
 --held N: so many tokens at the beginning of a sequence never leave, whatever the rule; 0 is the paper.
+--figures takes what an earlier run wrote with --json (same model, texts, --held) and draws it with the speeds of now.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--figures", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     bundle = Bundle.open(arguments.bundle)
@@ -66,25 +70,11 @@ def main() -> None:
     )
     speed = timed(bundle, settings, made_on) if arguments.block_ms is None else given(arguments.block_ms)
     lossless = arguments.lossless or speed.lossless_speedup(count)
-    frame = load_frame(bundle.architecture, bundle.backbone, (), device="cpu", dtype=torch.bfloat16)
-    files = Files(frame, bundle.backbone, bundle.river)
-    errors = measure_errors(files, made_on, settings.entry_layer, SilentReporter(), held=arguments.held)
-    rules = [*candidates(errors, settings.entry_layer), *last(count, settings.entry_layer)]
-    routes = [replace(river_route(rule.under(settings), count), held=arguments.held) for rule in rules]
-    found = measure(files, held_out, routes, SilentReporter())
-    rows = [
-        {
-            "rule": rule.name,
-            "settings": dict(rule.settings),
-            "dense_blocks": (blocks := dense_blocks(quality, rule.settings)),
-            "speedup": speed.speedup(blocks, count),
-            "kl": quality.kl,
-            "loss": loss(quality, found[0]),
-            "agreement": quality.agreement,
-            "mean_depth": quality.mean_depth,
-        }
-        for rule, quality in zip(rules, found, strict=True)
-    ]
+    if arguments.figures is None:
+        rows = measured(bundle, settings, made_on, held_out, arguments.held)
+    else:
+        rows = json.loads(arguments.figures.read_text(encoding="utf-8"))["rows"]
+    rows = [{**row, "speedup": speed.speedup(row["dense_blocks"], count)} for row in rows]
     print(f"{bundle.path.name}: rules made on {made_on.numel()} tokens of {arguments.made_on.name}, judged on")
     print(f"{held_out.numel()} of {arguments.text.name}; {speed.model_dump_json()}\n")
     print("\n".join(table(rows, lossless)))
@@ -92,6 +82,30 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"speed": speed.model_dump(), "rows": rows}, indent=2), encoding="utf-8")
     if arguments.plot:
         save_frontier(arguments.plot, series(rows, lossless), title=bundle.path.name, loses="KL from dense, nats")
+
+
+def measured(
+    bundle: Bundle, settings: River, made_on: torch.Tensor, held_out: torch.Tensor, held: int
+) -> list[dict[str, Any]]:
+    """Every rule's quality on `held_out` [n, S], and the dense blocks a token runs under it."""
+    frame = load_frame(bundle.architecture, bundle.backbone, (), device="cpu", dtype=torch.bfloat16)
+    files, count = Files(frame, bundle.backbone, bundle.river), bundle.architecture.num_layers
+    errors = measure_errors(files, made_on, settings.entry_layer, SilentReporter(), held=held)
+    rules = [*candidates(errors, settings.entry_layer), *last(count, settings.entry_layer)]
+    routes = [replace(river_route(rule.under(settings), count), held=held) for rule in rules]
+    found = measure(files, held_out, routes, SilentReporter())
+    return [
+        {
+            "rule": rule.name,
+            "settings": dict(rule.settings),
+            "dense_blocks": dense_blocks(quality, rule.settings),
+            "kl": quality.kl,
+            "loss": loss(quality, found[0]),
+            "agreement": quality.agreement,
+            "mean_depth": quality.mean_depth,
+        }
+        for rule, quality in zip(rules, found, strict=True)
+    ]
 
 
 def sequences(bundle: Bundle, path: Path, tokens: int) -> torch.Tensor:
