@@ -200,24 +200,25 @@ class Rotary:
 
     def range(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine [stop - start, rotary_dim] of consecutive positions in a sequence of `length`."""
-        table = self._tabulated(stop, length)
+        table = self.table(stop, length)
         cos, sin = table[:, start:stop].unbind(0)
         return cos, sin
 
     def rows(self, positions: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Cosine and sine [B, 1, S, rotary_dim] at `positions` [B, S] of rows of `lengths`."""
         if len({self.spec.regime(length) for length in lengths}) == 1:
-            picked = self._tabulated(max(*lengths, 1), max(lengths))[:, positions.to(self._device)]
+            picked = self.table(max(*lengths, 1), max(lengths))[:, positions.to(self._device)]
         else:
             parts = [
-                self._tabulated(max(n, 1), n)[:, row.to(self._device)]
+                self.table(max(n, 1), n)[:, row.to(self._device)]
                 for row, n in zip(positions, lengths, strict=True)
             ]
             picked = torch.stack(parts, dim=1)
         cos, sin = picked.unsqueeze(2).unbind(0)
         return cos, sin
 
-    def _tabulated(self, stop: int, length: int) -> Tensor:
+    def table(self, stop: int, length: int) -> Tensor:
+        """Cosine and sine [2, n, rotary_dim] of the first n >= `stop` positions in a sequence of `length`; contiguous."""
         regime = self.spec.regime(length)
         if regime != self._regime or self._table.shape[1] < stop:
             spare = max(256, min(stop * 3 // 2, self.spec.max_positions))

@@ -83,6 +83,7 @@ class Step:
         self._lengths = self.ends if length is None else (length,) * len(starts)
         self.regimes = tuple(tuple(spec.regime(n) for spec in switching) for n in self._lengths) if switching else ()
         self._masked: dict[int, View] = {}
+        self._tables: list[Tensor] = []
         # There is a native attention for one token of each sequence, and for few of a single one.
         plain = arch.query_scaling is None
         self.few = plain and single and self.width <= FEW_ROWS
@@ -142,7 +143,7 @@ class Step:
         places = (
             [(p, 0) for p in range(self.start, self.end)] if single else [(n - 1, r) for r, n in enumerate(self.ends)]
         )
-        turns = [_addresses(view, len(places)) for view in self.views]
+        turns = [self._turn(kind, len(places)) for kind in range(len(self._arch.kinds))]
         numbers = array("q")
         for index, (position, row) in enumerate(places):
             numbers.extend((position, row))
@@ -150,6 +151,20 @@ class Step:
                 seen = _first_seen(position + 1, kind.window)
                 numbers.extend((cos + index * apart, sin + index * apart, width, seen))
         return numbers
+
+    def _turn(self, kind: int, rows: int) -> tuple[int, int, int, int]:
+        """Addresses of the first row's cosine and sine, their width, and bytes to the next row's; zeros where none."""
+        rope = self._arch.kinds[kind].rope
+        if rope is None:
+            return 0, 0, 0, 0
+        if not self.uniform:
+            return _addresses(self.views[kind], rows)
+        table = self._rotaries[rope].table(self.end, self._lengths[0])
+        self._tables.append(table)  # another pass may need a longer one, and this one's rows point into it
+        _, count, width = table.shape
+        size = width * table.itemsize
+        cos = table.data_ptr() + self.start * size
+        return cos, cos + count * size, width, size if len(self.starts) == 1 else 0  # or one rotation serves all rows
 
     @cached_property
     def positions(self) -> Tensor:
@@ -212,11 +227,11 @@ def _first_seen(end: int, window: int | None) -> int:
 
 
 def _addresses(view: View, rows: int) -> tuple[int, int, int, int]:
-    """Addresses of the first row's cosine and sine, their width, and bytes to the next row's; zeros where none."""
+    """See `Step._turn`."""
     if view.cos is None or view.sin is None:
         return 0, 0, 0, 0
     width = view.cos.shape[-1]
-    apart = width * view.cos.itemsize if view.cos.numel() == rows * width else 0  # one rotation serves all rows
+    apart = width * view.cos.itemsize if view.cos.numel() == rows * width else 0
     return view.cos.data_ptr(), view.sin.data_ptr(), width, apart
 
 
