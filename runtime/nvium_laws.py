@@ -71,8 +71,7 @@ class Choice(Protocol):
 
 def pure(sampling: Sampling) -> bool:
     """Whether a token drawn from a drawn exit follows the law: nothing reshapes the mixture."""
-    plain = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
-    return plain and sampling.temperature == 1 and sampling.repetition_penalty == 1
+    return not sampling.filtered and sampling.temperature == 1 and sampling.repetition_penalty == 1
 
 
 def choice(exits: Exits, sampler: Sampler | None, *, per_exit: bool) -> Choice:

@@ -210,15 +210,14 @@ class Rotary:
             picked = self.table(max(*lengths, 1), max(lengths))[:, positions.to(self._device)]
         else:
             parts = [
-                self.table(max(n, 1), n)[:, row.to(self._device)]
-                for row, n in zip(positions, lengths, strict=True)
+                self.table(max(n, 1), n)[:, row.to(self._device)] for row, n in zip(positions, lengths, strict=True)
             ]
             picked = torch.stack(parts, dim=1)
         cos, sin = picked.unsqueeze(2).unbind(0)
         return cos, sin
 
     def table(self, stop: int, length: int) -> Tensor:
-        """Cosine and sine [2, n, rotary_dim] of the first n >= `stop` positions in a sequence of `length`; contiguous."""
+        """Cosine and sine [2, n, rotary_dim], contiguous, of at least `stop` positions in a sequence of `length`."""
         regime = self.spec.regime(length)
         if regime != self._regime or self._table.shape[1] < stop:
             spare = max(256, min(stop * 3 // 2, self.spec.max_positions))

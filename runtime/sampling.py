@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AdaptError, UsageError
+from ..quant.kernels import draw as native_draw
 
 _FIRST_CANDIDATES = 256
 
@@ -55,6 +56,11 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether no randomness is used."""
         return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens may be cut off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def _require(
@@ -197,6 +203,10 @@ def sample(logits: Tensor, sampling: Sampling, uniform: float = 0.0) -> int:
     """
     if sampling.greedy:
         return argmax(logits)
+    if not sampling.filtered and native_draw.fits(logits):
+        token = native_draw.draw(logits, sampling.temperature, uniform)
+        if token >= 0:  # otherwise the logits are refused below
+            return token
     weights = _weigh(logits, sampling)
     ids = _keep(weights, sampling)
     return draw(ids, weights if ids is None else weights[ids], uniform)

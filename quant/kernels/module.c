@@ -127,9 +127,11 @@ static PyMethodDef methods[] = {
     {"rms_norm", (PyCFunction)(void (*)(void))adapt_rms_norm, METH_FASTCALL, "RMS norm of bf16 rows"},
     {"gated", (PyCFunction)(void (*)(void))adapt_gated, METH_FASTCALL, "activation(gate) * up of bf16 rows"},
     {"attend_rows", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "tokens into the cache, and their attention"},
+    {"dequantize", (PyCFunction)(void (*)(void))adapt_dequantize, METH_FASTCALL, "rows of a packed 4-bit matrix as fp32"},
     {"chain", (PyCFunction)(void (*)(void))adapt_chain, METH_FASTCALL, "decoder blocks, one behind the other"},
     {"look", (PyCFunction)(void (*)(void))adapt_look, METH_FASTCALL, "rows normed, and the score of each"},
     {"adapter", (PyCFunction)(void (*)(void))adapt_adapter, METH_FASTCALL, "rows and what two products add to them"},
+    {"draw", (PyCFunction)(void (*)(void))adapt_draw, METH_FASTCALL, "a token drawn from logits"},
     {"names", names, METH_NOARGS, "instruction sets, best first"},
     {NULL, NULL, 0, NULL},
 };

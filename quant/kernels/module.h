@@ -20,12 +20,14 @@ int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);
 /* NULL with an exception set where this processor does not have it. */
 const Isa *adapt_find_isa(long long index);
 
-/* Functions of the module that rows.c, int8.c, chain.c and exits.c give; METH_FASTCALL. */
+/* Functions of the module that rows.c, int8.c, chain.c, exits.c and draw.c give; METH_FASTCALL. */
 PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_draw(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_look(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_adapter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 

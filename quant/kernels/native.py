@@ -128,6 +128,17 @@ def int4_matmul(
     return out
 
 
+def dequantize(packed: PackedInt4, start: int, stop: int) -> Tensor:
+    """Rows `start` to `stop` of a packed matrix as float32 [stop - start, K]: (code - zero) * scale, unrounded."""
+    found = library()
+    if not 0 <= start <= stop <= packed.out_features:
+        raise ValueError(f"a matrix of {packed.out_features} rows has no rows {start} to {stop}")
+    out = torch.empty(stop - start, packed.in_features)
+    at = packed.data.data_ptr(), start, stop, packed.in_features, packed.groups, packed.wide, out.data_ptr()
+    found.module.dequantize(found.team, torch.get_num_threads(), *at)
+    return out
+
+
 def can_pack(K: int, group_size: int) -> bool:
     """Whether a matrix with K inputs in such groups can be packed: both multiples of 8."""
     return group_size > 0 and group_size % LINE_INPUTS == 0 and K % group_size == 0
@@ -225,7 +236,7 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "look"):
+    if not hasattr(module, "draw"):
         return "the C module was built from an older source: install the package again"
     isas = {name: index for index, name in enumerate(module.names()) if name is not None}
     team, size = _torch_team()
