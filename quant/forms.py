@@ -83,38 +83,14 @@ class Native:
         return self.packed.nbytes
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """float32 [stop - start, K]; whole tiles are read."""
-        packed = self.packed
-        first, last = start // native.TILE, -(-stop // native.TILE)
-        tiles = packed.data.view(-(-packed.out_features // native.TILE), packed.groups, -1)[first:last]
-        head = native.TILE * (4 if packed.wide else 2)
-        kind = torch.float32 if packed.wide else torch.bfloat16
-        scales, zeros = (
-            tiles[..., i * head : (i + 1) * head].contiguous().view(kind).transpose(1, 2).reshape(-1, packed.groups)
-            for i in (0, 1)
-        )
-        weight = _dequantize(_codes(tiles[..., 2 * head :]), scales.float(), zeros.float())
-        return weight[start - first * native.TILE : stop - first * native.TILE]
+        """float32 [stop - start, K]."""
+        return native.dequantize(self.packed, start, stop)
 
 
 def aten_scales(matrix: Int4Matrix) -> Tensor:
     """What torch's int4 products take: bf16 [G, N, 2] of scale and (8 - zero) * scale."""
     offset = (8.0 - matrix.zeros.float()) * matrix.scales
     return torch.stack([matrix.scales, offset], dim=-1).transpose(0, 1).contiguous().bfloat16()
-
-
-def _codes(lines: Tensor) -> Tensor:
-    """Codes uint8 [tiles * 16, K] of tiles' lines [tiles, groups, lines * 64]."""
-    tiles = lines.shape[0]
-    # A line holds, as int16, [quad 4, half 2, row in quad 4]: the low nibbles are inputs 2 half + (0, 1) of the row,
-    # the high ones inputs 4 more. The two halves of a row make one int32, and int32s are transposed faster than bytes.
-    halves = lines.reshape(-1).view(torch.int16).view(tiles, -1, 4, 2, 4).to(torch.int32)
-    words = (halves[:, :, :, 0] & 0xFFFF) | (halves[:, :, :, 1] << 16)
-    words = words.view(tiles, -1, native.TILE).transpose(1, 2)
-    codes = torch.empty(*words.shape, 2, dtype=torch.int32)
-    torch.bitwise_and(words, 0x0F0F0F0F, out=codes[..., 0])
-    torch.bitwise_and(words >> 4, 0x0F0F0F0F, out=codes[..., 1])
-    return codes.view(torch.uint8).view(tiles * native.TILE, -1)
 
 
 def _dequantize(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:

@@ -38,6 +38,12 @@ def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return (codes.double() - wide[1]) * wide[0]
 
 
+def in_float32(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The same, each step rounded as float32 is."""
+    grouped = codes.view(*scales.shape, -1).float()
+    return ((grouped - zeros[..., None]) * scales[..., None]).view(codes.shape)
+
+
 def error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
@@ -95,6 +101,32 @@ def test_any_shape(data: st.DataObject) -> None:
     got = native.int4_matmul(x, native.pack_int4(codes, scales, zeros, group), bias, threads=threads, isa=isa)
     close(got, x, dequantized(codes, scales, zeros), bias)
     close(native.bf16_matmul(x, w, bias, threads=threads, isa=isa), x, w, bias)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_rows_can_be_read_back(data: st.DataObject) -> None:
+    """Not a bit is lost, whether scales and zeros fit bf16 or not; a row that is not there is refused."""
+    N, groups = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 4))
+    group = 8 * data.draw(st.integers(1, 20))
+    codes, scales, zeros = int4(N, groups * group, group, exact=data.draw(st.booleans()))
+    packed = native.pack_int4(codes, scales, zeros, group)
+    start = data.draw(st.integers(0, N))
+    stop = data.draw(st.integers(start, N))
+    assert torch.equal(native.dequantize(packed, start, stop), in_float32(codes, scales, zeros)[start:stop])
+    with pytest.raises(ValueError, match=f"{N} rows"):
+        native.dequantize(packed, start, N + 1)
+
+
+def test_a_large_matrix_is_read_back_by_several_threads() -> None:
+    codes, scales, zeros = int4(700, 512, 64, exact=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = native.dequantize(native.pack_int4(codes, scales, zeros, 64), 3, 699)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, in_float32(codes, scales, zeros)[3:699])
 
 
 def close(got: Tensor, x: Tensor, w: Tensor, bias: Tensor) -> None:

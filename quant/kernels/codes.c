@@ -1,0 +1,88 @@
+/* Packed 4-bit matrices read back as fp32, for products with many rows. docs/kernels.md shows a tile. */
+#include "module.h"
+
+#include <stdatomic.h>
+
+enum { TILES_AT_ONCE = 4 };
+
+typedef uint8_t Bytes __attribute__((vector_size(4)));
+typedef float Four __attribute__((vector_size(16)));
+
+typedef struct {
+    const uint8_t *data;
+    float *out; /* [last - first, K] */
+    int64_t first, last, K, groups, wide;
+    atomic_llong next; /* tile that nobody has taken */
+} Reading;
+
+static float parameter(const uint8_t *at, int wide, int row) {
+    float value;
+    uint16_t narrow;
+    if (wide) memcpy(&value, at + 4 * row, sizeof value);
+    else memcpy(&narrow, at + 2 * row, sizeof narrow), value = bf16_to_float(narrow);
+    return value;
+}
+
+static void store_four(uint32_t word, float zero, float scale, float *out) {
+    Bytes codes;
+    memcpy(&codes, &word, sizeof codes);
+    Four values = (__builtin_convertvector(codes, Four) - zero) * scale;
+    memcpy(out, &values, sizeof values);
+}
+
+/* One row of a group: of every line its four bytes, inputs 0 to 3 in the low halves and 4 to 7 in the high ones. */
+static void read_row(const uint8_t *lines, int row, int64_t count, float zero, float scale, float *out) {
+    const uint8_t *at = lines + 16 * (row / 4) + 2 * (row % 4);
+    for (int64_t line = 0; line < count; line++, at += LINE, out += LINE_INPUTS) {
+        uint16_t begin, rest;
+        memcpy(&begin, at, sizeof begin);
+        memcpy(&rest, at + 8, sizeof rest);
+        uint32_t pairs = begin | (uint32_t)rest << 16;
+        store_four(pairs & 0x0f0f0f0fu, zero, scale, out);
+        store_four(pairs >> 4 & 0x0f0f0f0fu, zero, scale, out + 4);
+    }
+}
+
+static void read_tile(const Reading *reading, int64_t tile) {
+    int wide = reading->wide != 0, head = wide ? LINE : LINE / 2;
+    int64_t group = reading->K / reading->groups, count = group / LINE_INPUTS;
+    const uint8_t *at = reading->data + tile * reading->groups * (2 * head + count * LINE);
+    for (int64_t g = 0; g < reading->groups; g++, at += 2 * head + count * LINE) {
+        for (int row = 0; row < TILE; row++) {
+            int64_t n = tile * TILE + row;
+            if (n < reading->first || n >= reading->last) continue;
+            float *out = reading->out + (n - reading->first) * reading->K + g * group;
+            read_row(at + 2 * head, row, count, parameter(at + head, wide, row), parameter(at, wide, row), out);
+        }
+    }
+}
+
+static void work(void *data) {
+    Reading *reading = data;
+    int64_t end = (reading->last + TILE - 1) / TILE;
+    for (;;) {
+        int64_t tile = atomic_fetch_add_explicit(&reading->next, TILES_AT_ONCE, memory_order_relaxed);
+        if (tile >= end) return;
+        for (int64_t stop = tile + TILES_AT_ONCE; tile < stop && tile < end; tile++) read_tile(reading, tile);
+    }
+}
+
+/* dequantize(team, threads, data, first, last, K, groups, wide, out): rows first to last, from 0 */
+PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[9];
+    (void)self;
+    if (count != 9) {
+        PyErr_SetString(PyExc_TypeError, "dequantize(team, threads, data, first, last, K, groups, wide, out)");
+        return NULL;
+    }
+    if (!adapt_read_numbers(args, count, a)) return NULL;
+    Team team = (Team)(uintptr_t)a[0];
+    Reading reading = {.data = (const uint8_t *)(uintptr_t)a[2], .first = a[3], .last = a[4], .K = a[5], .groups = a[6],
+                       .wide = a[7], .out = (float *)(uintptr_t)a[8]};
+    atomic_init(&reading.next, reading.first / TILE);
+    Py_BEGIN_ALLOW_THREADS
+    if (team && a[1] > 1 && (reading.last - reading.first) * reading.K > 100000) team(work, &reading, (unsigned)a[1], 0);
+    else work(&reading);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
