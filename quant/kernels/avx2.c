@@ -29,6 +29,8 @@ static inline V multiply_add(O w, O x, V acc) { return _mm256_fmadd_ps(w, x, acc
 static inline V load_floats(const float *from) { return _mm256_loadu_ps(from); }
 static inline void store_floats(float *to, V value) { _mm256_storeu_ps(to, value); }
 static inline W load_words(const void *from) { return _mm256_loadu_si256(from); }
+typedef __m128i H; /* as many bf16 values as a vector has lanes */
+static inline W widen_words(H halves) { return _mm256_cvtepu16_epi32(halves); }
 
 static inline float sum(V value) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));

@@ -41,6 +41,8 @@ static inline V scale_add(V scale, V a, V b) { return _mm512_fmadd_ps(scale, a, 
 static inline V load_floats(const float *from) { return _mm512_loadu_ps(from); }
 static inline void store_floats(float *to, V value) { _mm512_storeu_ps(to, value); }
 static inline W load_words(const void *from) { return _mm512_loadu_si512(from); }
+typedef __m256i H; /* as many bf16 values as a vector has lanes */
+static inline W widen_words(H halves) { return _mm512_cvtepu16_epi32(halves); }
 static inline float sum(V value) { return _mm512_reduce_add_ps(value); }
 
 #ifdef BF16_DOT

@@ -15,7 +15,7 @@ INLINE Floats NAME(all)(float value) { return (Floats)splat(value); }
 
 INLINE Floats NAME(choose)(Mask mask, Floats yes, Floats no) { return (Floats)((mask & (Mask)yes) | (~mask & (Mask)no)); }
 
-INLINE Floats NAME(widen)(Halves narrow) { return (Floats)(__builtin_convertvector(narrow, Bits) << 16); }
+INLINE Floats NAME(widen)(Halves narrow) { return (Floats)((Bits)widen_words((H)narrow) << 16); }
 
 INLINE Halves NAME(narrow)(Floats value) {
     Bits bits = (Bits)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
