@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..runtime.block import Block
-from ..runtime.pass_store import PassStore
 from ..runtime.decoder import Decoder
 from ..runtime.documents import Document, DocumentReader
 from ..runtime.packed import PackedStep, PackedStore, mean_states
+from ..runtime.pass_store import PassStore
 from ..runtime.progress import Reporter
 from .labelled import Text
 from .pace import Paced

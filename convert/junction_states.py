@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..runtime.pass_store import PassStore
 from ..runtime.decoder import Decoder
+from ..runtime.pass_store import PassStore
 from ..runtime.progress import Task
 from .sequences import Batch
 from .trainable import IGNORED

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..runtime.block import Block
-from ..runtime.pass_store import OneLayer
 from ..runtime.decoder import Decoder
+from ..runtime.pass_store import OneLayer
 from ..runtime.progress import Task
 from ..runtime.quality import LOGIT_BYTES
 from ..runtime.step import Step

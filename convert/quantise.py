@@ -16,9 +16,9 @@ from ..quant.layout import Int4Matrix, choose_group_size, pack
 from ..quant.quantizers import Hessian, Quantizer
 from ..runtime.architecture import Architecture
 from ..runtime.block import Block
-from ..runtime.pass_store import PassStore
 from ..runtime.decoder import Decoder, load_block
 from ..runtime.exit_layers import exit_block
+from ..runtime.pass_store import PassStore
 from ..runtime.progress import Task
 from ..runtime.quality import sequences_at_once
 from ..runtime.store import TensorStore

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from ..quant.linear import DenseLinear, Linear
 from ..runtime.architecture import Architecture
 from ..runtime.block import Block
-from ..runtime.pass_store import OneLayer, PassStore
 from ..runtime.decoder import Decoder, load_block, load_frame
+from ..runtime.pass_store import OneLayer, PassStore
 from ..runtime.safetensors_file import TensorInfo
 from ..runtime.step import Step
 from ..runtime.store import HEAD, TensorStore, is_tied
