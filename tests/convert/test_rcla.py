@@ -36,6 +36,7 @@ from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.progress import SilentReporter
 from adapt_llm.runtime.river import River
+from adapt_llm.runtime.stack import run_layers
 from adapt_llm.runtime.verify import verify
 
 FP32 = SessionOptions(dtype="fp32", device="cpu")
