@@ -90,7 +90,7 @@ def _through(track: Track, left: Tensor, step: Step, ladder: Ladder, layer: int)
     parts = list(zip(track.h.split(count), left.split(count), strict=True))
     stores = [store.copy() for store in track.stores] or [PassStore(ladder.arch) for _ in parts]
     rows = zip(parts, stores, strict=True)
-    return torch.cat([ladder.block(layer - 1, left)(h, step, store) for (h, left), store in rows]), stores
+    return torch.cat([ladder.run(h, step, store, layer - 1, left) for (h, left), store in rows]), stores
 
 
 def sequences_at_once(length: int) -> int:

@@ -85,23 +85,17 @@ class Ladder:
     exits: Sequence[Block]
 
     def run(self, h: Tensor, step: Pass, kv: KVStore, index: int, left: Tensor) -> Tensor:
-        """Take h [B, S, hidden] through `block(index, left)`."""
-        if not bool(left.any()):
-            return run_layers(self.dense, h, step, kv, range(index, index + 1))
-        return self.block(index, left)(h, step, kv)
-
-    def block(self, index: int, left: Tensor) -> Block:
-        """Block `index` (from 0) in which rows marked in `left` bool [B, S] use the exit layer, others the backbone.
+        """Take h [B, S, hidden] through block `index` (from 0): rows marked in `left` bool [B, S] by the exit layer.
 
         A side that no row uses is not touched, so it need not be there. Both may be the same block.
         """
-        if not bool(left.any()):
-            return self.dense[index]
-        if bool(left.all()):
-            return self.exits[index]
+        gone, count = int(left.sum()), left.numel()  # the host asks once
+        if 0 < gone < count and self.dense[index] is not self.exits[index]:
+            return self._routed(index, left)(h, step, kv)
+        return run_layers(self.exits if gone == count else self.dense, h, step, kv, range(index, index + 1))
+
+    def _routed(self, index: int, left: Tensor) -> Block:
         one, other = self.dense[index], self.exits[index]
-        if one is other:
-            return one
         rows, routed = Rows(left), copy.copy(one)
         routed.qkv = RoutedProjection(one.qkv, other.qkv, rows)
         routed.output = RoutedLinear(one.output, other.output, rows)
