@@ -52,11 +52,7 @@ typedef struct {
     int64_t index, threads;
 } Own;
 
-static const void *pointer(int64_t number) { return (const void *)(uintptr_t)number; }
-
 static int64_t padded(const Chain *c) { return ceil_div(c->width, PAD) * PAD; }
-
-static size_t lines(int64_t bytes) { return (size_t)(ceil_div(bytes, LINE) * LINE); }
 
 /* A product of a block as a job; `out` rows lie side by side, the parts' outputs behind each other. */
 static Job job_of(const Chain *c, const int64_t *block, int which, const uint16_t *x, uint16_t *out) {
@@ -65,11 +61,12 @@ static Job job_of(const Chain *c, const int64_t *block, int which, const uint16_
     int64_t total = 0;
     p += 2;
     if (!job.parts)
-        job.int4 = (Int4){.data = pointer(p[0]), .n = p[1], .out = out, .bias = pointer(p[2]), .groups = p[3],
-                          .wide = p[4] != 0, .lines = job.K / p[3] / LINE_INPUTS};
+        job.int4 = (Int4){.data = adapt_pointer(p[0]), .n = p[1], .out = out, .bias = adapt_pointer(p[2]),
+                          .groups = p[3], .wide = p[4] != 0, .lines = job.K / p[3] / LINE_INPUTS};
     for (int i = 0; i < job.parts; i++) total += p[3 * i + 1];
     for (int i = 0; i < job.parts; out += p[1], p += 3, i++)
-        job.dense[i] = (Dense){.w = pointer(p[0]), .n = p[1], .bias = pointer(p[2]), .out = out, .out_stride = total};
+        job.dense[i] = (Dense){.w = adapt_pointer(p[0]), .n = p[1], .bias = adapt_pointer(p[2]), .out = out,
+                               .out_stride = total};
     adapt_plan(&job);
     return job;
 }
@@ -83,7 +80,7 @@ static void multiply(Chain *c, Own *own, int64_t block, int which, const uint16_
 }
 
 static void norm(const Chain *c, int64_t factor, const uint16_t *x, uint16_t *out) {
-    c->small->rms_norm(x, pointer(factor), out, c->M, c->hidden, c->eps);
+    c->small->rms_norm(x, adapt_pointer(factor), out, c->M, c->hidden, c->eps);
 }
 
 /* h += mixed, normed before where the family does so. */
@@ -103,9 +100,9 @@ static void enter_row(Chain *c, const int64_t *block, int64_t m) {
     const int64_t *kind = row + FIRST_KIND + block[KIND] * KIND_NUMBERS, *place = c->places + 2 * block[LAYER];
     int64_t all = c->queries + (block[STORES] ? 2 * c->groups : 0), P = padded(c), at = row[CACHE_ROW] * c->row_stride;
     const uint16_t *heads = c->qkv + m * all * c->width;
-    Token token = {.isa = c->small, .heads = heads, .cos = pointer(kind[COS]), .sin = pointer(kind[SIN]),
+    Token token = {.isa = c->small, .heads = heads, .cos = adapt_pointer(kind[COS]), .sin = adapt_pointer(kind[SIN]),
                    .value = block[STORES] ? heads + (c->queries + c->groups) * c->width : NULL,
-                   .factors = pointer(block[HEAD_NORM]), .keys = (uint16_t *)(uintptr_t)place[0] + at,
+                   .factors = adapt_pointer(block[HEAD_NORM]), .keys = (uint16_t *)(uintptr_t)place[0] + at,
                    .values = (uint16_t *)(uintptr_t)place[1] + at, .rotary = kind[ROTARY], .position = row[POSITION],
                    .eps = c->eps, .scale = c->scale};
     token.attention = (Attention){.keys = token.keys, .values = token.values, .heads = c->queries, .groups = c->groups,
@@ -157,7 +154,7 @@ static void run_thread(void *data) {
     char *at = c->own + (size_t)own.index * c->own_bytes;
     own.prepared = at;
     own.h = (uint16_t *)(at + c->prepared_bytes);
-    own.x = (uint16_t *)(at + c->prepared_bytes + lines((int64_t)stream));
+    own.x = (uint16_t *)(at + c->prepared_bytes + adapt_lines(stream));
     memcpy(own.h, c->h, stream);
     for (int64_t block = 0; block < c->count; block++) run_block(c, &own, block);
     if (own.index == 0) memcpy(c->result, own.h, stream);
@@ -173,7 +170,7 @@ static size_t most_room(const Chain *c) {
             most = bytes > most ? bytes : most;
         }
     }
-    return lines((int64_t)most);
+    return adapt_lines(most);
 }
 
 /* Memory as it is handed out: addresses from `start` on, in whole cache lines. */
@@ -183,7 +180,7 @@ typedef struct {
 
 static void *take(Memory *memory, int64_t bytes) {
     uintptr_t begin = memory->at;
-    memory->at += lines(bytes);
+    memory->at += adapt_lines((size_t)bytes);
     return (void *)begin;
 }
 
@@ -192,7 +189,7 @@ static size_t lay_out(Chain *c, uintptr_t start) {
     Memory memory = {start, start};
     int64_t M = c->M, P = padded(c), heads = c->queries + 2 * c->groups, most = c->inner > c->hidden ? c->inner : c->hidden;
     c->prepared_bytes = most_room(c);
-    c->own_bytes = c->prepared_bytes + lines(2 * M * c->hidden) + lines(2 * M * most);
+    c->own_bytes = c->prepared_bytes + adapt_lines((size_t)(2 * M * c->hidden)) + adapt_lines((size_t)(2 * M * most));
     c->stages = take(&memory, c->count * STAGES * (int64_t)sizeof(atomic_llong));
     c->queries32 = take(&memory, 4 * M * c->queries * P);
     c->sums = take(&memory, 4 * M * c->queries * P);
@@ -229,21 +226,17 @@ PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[NUMBERS];
     int done;
     (void)self;
-    if (count != NUMBERS + 2) {
-        PyErr_SetString(PyExc_TypeError, usage);
-        return NULL;
-    }
-    if (!adapt_read_numbers(args, NUMBERS, a)) return NULL;
+    if (!adapt_read_all(args, count, a, NUMBERS, 2, usage)) return NULL;
     double eps = PyFloat_AsDouble(args[NUMBERS]), scale = PyFloat_AsDouble(args[NUMBERS + 1]);
     const Isa *products = PyErr_Occurred() ? NULL : adapt_find_isa(a[3]), *small = products ? adapt_find_isa(a[4]) : NULL;
     if (!small) return NULL;
-    const int64_t *strides = pointer(a[19]);
+    const int64_t *strides = adapt_pointer(a[19]);
     Chain chain = {.team = (Team)(uintptr_t)a[0], .team_size = (int (*)(void))(uintptr_t)a[1], .threads = a[2],
                    .products = products, .small = small, .hidden = a[5], .inner = a[6], .queries = a[7], .groups = a[8],
-                   .width = a[9], .gate = a[10], .kinds = a[11], .M = a[12], .h = pointer(a[13]),
-                   .result = (uint16_t *)(uintptr_t)a[14], .blocks = pointer(a[15]), .count = a[16],
-                   .places = pointer(a[17]), .rows = pointer(a[18]), .group_stride = strides[0], .row_stride = strides[1],
-                   .eps = (float)eps, .scale = (float)scale};
+                   .width = a[9], .gate = a[10], .kinds = a[11], .M = a[12], .h = adapt_pointer(a[13]),
+                   .result = (uint16_t *)(uintptr_t)a[14], .blocks = adapt_pointer(a[15]), .count = a[16],
+                   .places = adapt_pointer(a[17]), .rows = adapt_pointer(a[18]), .group_stride = strides[0],
+                   .row_stride = strides[1], .eps = (float)eps, .scale = (float)scale};
     Py_BEGIN_ALLOW_THREADS
     done = run(&chain);
     Py_END_ALLOW_THREADS

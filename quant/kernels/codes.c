@@ -71,13 +71,10 @@ static void work(void *data) {
 PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[9];
     (void)self;
-    if (count != 9) {
-        PyErr_SetString(PyExc_TypeError, "dequantize(team, threads, data, first, last, K, groups, wide, out)");
-        return NULL;
-    }
-    if (!adapt_read_numbers(args, count, a)) return NULL;
+    static const char usage[] = "dequantize(team, threads, data, first, last, K, groups, wide, out)";
+    if (!adapt_read_all(args, count, a, 9, 0, usage)) return NULL;
     Team team = (Team)(uintptr_t)a[0];
-    Reading reading = {.data = (const uint8_t *)(uintptr_t)a[2], .first = a[3], .last = a[4], .K = a[5], .groups = a[6],
+    Reading reading = {.data = adapt_pointer(a[2]), .first = a[3], .last = a[4], .K = a[5], .groups = a[6],
                        .wide = a[7], .out = (float *)(uintptr_t)a[8]};
     atomic_init(&reading.next, reading.first / TILE);
     Py_BEGIN_ALLOW_THREADS

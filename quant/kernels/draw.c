@@ -124,14 +124,10 @@ static int can_be_wide(void) { return 0; }
 PyObject *adapt_draw(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[3];
     (void)self;
-    if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "draw(wide, logits, count, temperature, uniform)");
-        return NULL;
-    }
-    if (!adapt_read_numbers(args, 3, a)) return NULL;
+    if (!adapt_read_all(args, count, a, 3, 2, "draw(wide, logits, count, temperature, uniform)")) return NULL;
     double temperature = PyFloat_AsDouble(args[3]), uniform = PyFloat_AsDouble(args[4]);
     if (PyErr_Occurred()) return NULL;
-    Law law = {.logits = (const float *)(uintptr_t)a[1], .count = a[2], .temperature = temperature};
+    Law law = {.logits = adapt_pointer(a[1]), .count = a[2], .temperature = temperature};
     double *sums = malloc((size_t)(a[2] / DRAW_BLOCK + 1) * sizeof(double));
     if (!sums) return PyErr_NoMemory();
     int64_t token;

@@ -30,8 +30,6 @@ typedef struct {
     Meeting meeting;
 } Pair;
 
-static const void *pointer(long long number) { return (const void *)(uintptr_t)number; }
-
 static float gelu(float x) { return x * 0.5f * (1.0f + erff(x * 0.70710678118654752440f)); }
 
 static float silu(float x) { return x / (1.0f + expf(-x)); }
@@ -64,17 +62,15 @@ static void run_thread(void *data) {
     multiply(pair, SECOND, activated, room);
 }
 
-static size_t lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
-
 /* Both products. False where there is no memory; otherwise the caller frees `block`, in which `result` lies. */
 static int run(Pair *pair) {
     int64_t each = pair->K * pair->inner;
     if (!pair->team || !pair->team_size || adapt_alone(2 * each * pair->M, 4 * each) || pair->threads < 1) pair->threads = 1;
     Job first = job_of(pair, FIRST, NULL), second = job_of(pair, SECOND, NULL);
     size_t rooms[] = {adapt_room(&first), adapt_room(&second)};
-    size_t middle = lines((size_t)(pair->M * pair->inner) * sizeof(uint16_t));
-    size_t result = lines((size_t)(pair->M * pair->K) * sizeof(uint16_t));
-    pair->room = lines(rooms[FIRST] > rooms[SECOND] ? rooms[FIRST] : rooms[SECOND]);
+    size_t middle = adapt_lines((size_t)(pair->M * pair->inner) * sizeof(uint16_t));
+    size_t result = adapt_lines((size_t)(pair->M * pair->K) * sizeof(uint16_t));
+    pair->room = adapt_lines(rooms[FIRST] > rooms[SECOND] ? rooms[FIRST] : rooms[SECOND]);
     pair->own_bytes = pair->room + middle;
     pair->block = malloc((size_t)pair->threads * pair->own_bytes + middle + result + LINE);
     if (!pair->block) return 0;
@@ -108,16 +104,12 @@ enum { COMMON = 11 };
 /* False with an exception set. */
 static int read_pair(PyObject *const *args, Py_ssize_t count, Py_ssize_t wanted, Py_ssize_t floats, const char *usage,
                      long long *a, Pair *pair) {
-    if (count != wanted + floats) {
-        PyErr_SetString(PyExc_TypeError, usage);
-        return 0;
-    }
-    if (!adapt_read_numbers(args, wanted, a)) return 0;
+    if (!adapt_read_all(args, count, a, wanted, floats, usage)) return 0;
     *pair = (Pair){.team = (Team)(uintptr_t)a[0], .team_size = (int (*)(void))(uintptr_t)a[1], .threads = a[2],
                    .isa = adapt_find_isa(a[3]), .M = a[4], .K = a[5], .inner = a[6]};
     for (int i = 0; i < PRODUCTS; i++) {
-        pair->weights[i] = pointer(a[7 + 2 * i]);
-        pair->biases[i] = pointer(a[8 + 2 * i]);
+        pair->weights[i] = adapt_pointer(a[7 + 2 * i]);
+        pair->biases[i] = adapt_pointer(a[8 + 2 * i]);
     }
     return pair->isa != NULL;
 }
@@ -155,9 +147,9 @@ PyObject *adapt_look(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     pair.x = normed;
     pair.activation = gelu;
     Py_BEGIN_ALLOW_THREADS
-    small->rms_norm(pointer(a[COMMON + 1]), pointer(a[COMMON + 3]), normed, pair.M, pair.K, (float)eps);
+    small->rms_norm(adapt_pointer(a[COMMON + 1]), adapt_pointer(a[COMMON + 3]), normed, pair.M, pair.K, (float)eps);
     done = run(&pair);
-    if (done) score_rows(&pair, pointer(a[COMMON + 4]), eps, bias, scores);
+    if (done) score_rows(&pair, adapt_pointer(a[COMMON + 4]), eps, bias, scores);
     free(pair.block);
     Py_END_ALLOW_THREADS
     return done ? list_of(scores, pair.M) : PyErr_NoMemory();
@@ -174,7 +166,7 @@ PyObject *adapt_adapter(PyObject *self, PyObject *const *args, Py_ssize_t count)
     (void)self;
     if (!read_pair(args, count, ADAPTER_NUMBERS, 0, adapter_usage, a, &pair)) return NULL;
     uint16_t *out = (uint16_t *)(uintptr_t)a[COMMON + 1];
-    pair.x = pointer(a[COMMON]);
+    pair.x = adapt_pointer(a[COMMON]);
     pair.activation = silu;
     Py_BEGIN_ALLOW_THREADS
     done = run(&pair);

@@ -26,9 +26,9 @@ class Pair:
         first, second = weights
         inner, self.width = first.shape
         fits = second.shape == (self.width, inner) and [len(bias) for bias in biases] in ([], [inner, self.width])
-        _check(fits, "the matrices must be [inner, K] and [K, inner], with a bias for each or none")
+        small.check(fits, "the matrices must be [inner, K] and [K, inner], with a bias for each or none")
         self._kept = *weights, *biases
-        _check(all(map(_plain, self._kept)), "matrices and biases must be contiguous bf16 on the CPU")
+        small.check(all(map(_plain, self._kept)), "matrices and biases must be contiguous bf16 on the CPU")
         bias = [each.data_ptr() for each in biases] or [0, 0]
         self._isa = next(iter(found.isas.values())) if isa is None else found.isas[isa]
         self._before = found.team, found.team_size
@@ -57,8 +57,10 @@ class Look:
     """
 
     def __init__(self, pair: Pair, factor: Tensor, head: Tensor, eps: float, *, isa: str | None = None) -> None:
-        _check(all(t.dtype is torch.float32 and t.is_contiguous() for t in (factor, head)), "norms must be float32")
-        _check(factor.shape == head.shape == (pair.width,), "factor and head must be [K]")
+        small.check(
+            all(t.dtype is torch.float32 and t.is_contiguous() for t in (factor, head)), "norms must be float32"
+        )
+        small.check(factor.shape == head.shape == (pair.width,), "factor and head must be [K]")
         self._kept = factor, head
         self._at, self._eps = (factor.data_ptr(), head.data_ptr()), float(eps)
         self._isa, self._call = small.index(isa), native.library().module.look
@@ -87,8 +89,3 @@ class Adapter:
 
 def _plain(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
-
-
-def _check(fits: bool, message: str) -> None:
-    if not fits:
-        raise ValueError(message)

@@ -106,14 +106,10 @@ static int run(Int8 *p, const uint16_t *x, int64_t threads, Team team) {
 PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[10];
     (void)self;
-    if (count != 10) {
-        PyErr_SetString(PyExc_TypeError, "int8(team, threads, isa, x, M, K, w, n, out, scales)");
-        return NULL;
-    }
-    if (!adapt_read_numbers(args, count, a)) return NULL;
+    if (!adapt_read_all(args, count, a, 10, 0, "int8(team, threads, isa, x, M, K, w, n, out, scales)")) return NULL;
     const Isa *isa = adapt_find_isa(a[2]);
     if (!isa) return NULL;
-    Int8 p = {.w = (const int8_t *)(uintptr_t)a[6], .scales = (const float *)(uintptr_t)a[9],
+    Int8 p = {.w = adapt_pointer(a[6]), .scales = adapt_pointer(a[9]),
               .out = (uint16_t *)(uintptr_t)a[8], .M = a[4], .K = a[5], .n = a[7]};
     p.rows = isa == &adapt_isa_scalar ? scalar_rows : isa == &adapt_isa_avx2 ? avx2_rows : avx512_rows;
     int done = 1;

@@ -43,6 +43,13 @@ int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to) {
     return 1;
 }
 
+int adapt_read_all(PyObject *const *args, Py_ssize_t count, long long *to, Py_ssize_t wanted, Py_ssize_t others,
+                   const char *usage) {
+    if (count == wanted + others) return adapt_read_numbers(args, wanted, to);
+    PyErr_SetString(PyExc_TypeError, usage);
+    return 0;
+}
+
 const Isa *adapt_find_isa(long long index) {
     if (index >= 0 && index < ISAS && isas[index]->supported()) return isas[index];
     PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");

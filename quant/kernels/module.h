@@ -14,8 +14,18 @@ typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned
 /* The first cache line of a block that has one byte short of a line to spare. */
 static inline void *adapt_aligned(void *block) { return (void *)(((uintptr_t)block + LINE - 1) / LINE * LINE); }
 
+/* An address as it comes from Python. */
+static inline const void *adapt_pointer(long long number) { return (const void *)(uintptr_t)number; }
+
+/* Bytes in whole cache lines. */
+static inline size_t adapt_lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
 /* False with an exception set where an argument is no number. */
 int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);
+
+/* The same of a function's first arguments, `wanted` of them, which `others` more follow; a wrong count is told by `usage`. */
+int adapt_read_all(PyObject *const *args, Py_ssize_t count, long long *to, Py_ssize_t wanted, Py_ssize_t others,
+                   const char *usage);
 
 /* NULL with an exception set where this processor does not have it. */
 const Isa *adapt_find_isa(long long index);

@@ -7,23 +7,15 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-static const uint16_t *address(long long number) { return (const uint16_t *)(uintptr_t)number; }
-
-static int read_all(PyObject *const *args, Py_ssize_t count, long long *to, int wanted, int floats, const char *usage) {
-    if (count == wanted + floats) return adapt_read_numbers(args, wanted, to);
-    PyErr_SetString(PyExc_TypeError, usage);
-    return 0;
-}
-
 /* rms_norm(isa, x, factor, out, rows, D, eps) */
 PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[6];
     (void)self;
-    if (!read_all(args, count, a, 6, 1, "rms_norm(isa, x, factor, out, rows, D, eps)")) return NULL;
+    if (!adapt_read_all(args, count, a, 6, 1, "rms_norm(isa, x, factor, out, rows, D, eps)")) return NULL;
     double eps = PyFloat_AsDouble(args[6]);
     const Isa *isa = PyErr_Occurred() ? NULL : adapt_find_isa(a[0]);
     if (!isa) return NULL;
-    isa->rms_norm(address(a[1]), (const float *)(uintptr_t)a[2], (uint16_t *)(uintptr_t)a[3], a[4], a[5], (float)eps);
+    isa->rms_norm(adapt_pointer(a[1]), adapt_pointer(a[2]), (uint16_t *)(uintptr_t)a[3], a[4], a[5], (float)eps);
     Py_RETURN_NONE;
 }
 
@@ -31,12 +23,12 @@ PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[9];
     (void)self;
-    if (!read_all(args, count, a, 9, 0, "gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride)")) return NULL;
+    if (!adapt_read_all(args, count, a, 9, 0, "gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride)")) return NULL;
     const Isa *isa = adapt_find_isa(a[0]);
     if (!isa) return NULL;
-    for (int64_t m = 0; m < a[5]; m++)
-        isa->gated((int)a[1], address(a[2]) + m * a[7], address(a[3]) + m * a[8], (uint16_t *)(uintptr_t)a[4] + m * a[6],
-                   a[6]);
+    const uint16_t *gate = adapt_pointer(a[2]), *up = adapt_pointer(a[3]);
+    uint16_t *out = (uint16_t *)(uintptr_t)a[4];
+    for (int64_t m = 0; m < a[5]; m++) isa->gated((int)a[1], gate + m * a[7], up + m * a[8], out + m * a[6], a[6]);
     Py_RETURN_NONE;
 }
 
@@ -142,11 +134,12 @@ PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     long long a[ATTEND_NUMBERS];
     int done;
     (void)self;
-    if (!read_all(args, count, a, ATTEND_NUMBERS, 2, attend_usage)) return NULL;
+    if (!adapt_read_all(args, count, a, ATTEND_NUMBERS, 2, attend_usage)) return NULL;
     double eps = PyFloat_AsDouble(args[ATTEND_NUMBERS]), scale = PyFloat_AsDouble(args[ATTEND_NUMBERS + 1]);
     const Isa *isa = PyErr_Occurred() ? NULL : adapt_find_isa(a[2]);
     if (!isa) return NULL;
-    Token token = {.isa = isa, .heads = address(a[3]), .value = address(a[4]), .cos = address(a[5]), .sin = address(a[6]),
+    Token token = {.isa = isa, .heads = adapt_pointer(a[3]), .value = adapt_pointer(a[4]),
+                   .cos = adapt_pointer(a[5]), .sin = adapt_pointer(a[6]),
                    .factors = (const float *)(uintptr_t)a[7], .keys = (uint16_t *)(uintptr_t)a[8],
                    .values = (uint16_t *)(uintptr_t)a[9], .rotary = a[14], .position = a[17], .eps = (float)eps,
                    .scale = (float)scale};

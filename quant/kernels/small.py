@@ -42,7 +42,7 @@ class RowNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise bf16 x [..., D] over the last dimension. Raises ValueError for another x."""
         x = x.contiguous()
-        _check(x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] == self._width, "x must be bf16 [..., D]")
+        check(x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] == self._width, "x must be bf16 [..., D]")
         out = torch.empty_like(x)
         rows = x.numel() // self._width
         self._call(self._isa, x.data_ptr(), self._at, out.data_ptr(), rows, self._width, self._eps)
@@ -68,7 +68,7 @@ class Gate:
             out = torch.empty_like(gate)
             self._call(*places, out.data_ptr(), 1, size, 0, 0)
             return out
-        _check(_even(gate) and _even(up), "rows of gate and up must be evenly spaced")
+        check(_even(gate) and _even(up), "rows of gate and up must be evenly spaced")
         out = gate.new_empty(gate.shape)
         self._call(*places, out.data_ptr(), size // width, width, gate.stride(1), up.stride(1))
         return out
@@ -93,7 +93,7 @@ class TokenAttention:
         eps: float = 0.0,
         isa: str | None = None,
     ) -> None:
-        _check(heads % groups == 0, "query heads must be a multiple of the heads of keys")
+        check(heads % groups == 0, "query heads must be a multiple of the heads of keys")
         self.factors = None if factors is None else _floats(factors, 2)
         self._at = 0 if factors is None else factors.data_ptr()
         self._sizes, self._floats = (heads, groups, width), (float(eps), float(scale))
@@ -123,15 +123,15 @@ class TokenAttention:
         own = (queries if value is None else queries + groups) * width
         rows, step = _spaced(heads, own)
         others, value_step = (rows, 0) if value is None else _spaced(value, groups * width)
-        _check(others == rows > 0, "heads and value must be bf16 rows of as many tokens")
-        _check(_plain(keys, keys.numel()) and _plain(values, keys.numel()), "keys and values must be bf16")
-        _check(keys.shape[0] == 1 and keys.shape[1] == groups and keys.shape[3] == width, "the cache does not fit")
-        _check(0 <= seen.start <= seen.stop - rows <= keys.shape[2] - rows, "positions outside the cache")
+        check(others == rows > 0, "heads and value must be bf16 rows of as many tokens")
+        check(_plain(keys, keys.numel()) and _plain(values, keys.numel()), "keys and values must be bf16")
+        check(keys.shape[0] == 1 and keys.shape[1] == groups and keys.shape[3] == width, "the cache does not fit")
+        check(0 <= seen.start <= seen.stop - rows <= keys.shape[2] - rows, "positions outside the cache")
         turn, rotary = (0, 0), 0
         if cos is not None and sin is not None:
             rotary = cos.shape[-1]
             fits = _plain(cos, rows * rotary) and _plain(sin, rows * rotary) and rotary <= width
-            _check(fits, "the rotation does not fit")
+            check(fits, "the rotation does not fit")
             turn = (cos.data_ptr(), sin.data_ptr())
         threads = threads or (torch.get_num_threads() if len(seen) * rows > LONG else 1)
         out = heads.new_empty((1, rows, queries * width))
@@ -159,17 +159,17 @@ class TokenAttention:
         queries, groups, width = self._sizes
         count, capacity = len(seen), keys.shape[2]
         own = queries if value is None else queries + groups
-        _check(_by_row(heads, count, own * width), "heads must be bf16, one row per sequence")
-        _check(value is None or _by_row(value, count, groups * width), "values must be bf16, one row per sequence")
+        check(_by_row(heads, count, own * width), "heads must be bf16, one row per sequence")
+        check(value is None or _by_row(value, count, groups * width), "values must be bf16, one row per sequence")
         for stored in (keys, values):
             fits = stored.shape == (count, groups, capacity, width) and stored[0].is_contiguous()
-            _check(fits and stored.dtype is torch.bfloat16 and stored.is_cpu, "the cache does not fit")
+            check(fits and stored.dtype is torch.bfloat16 and stored.is_cpu, "the cache does not fit")
         fits = all(0 <= row.start < row.stop <= capacity and row.step == 1 for row in seen)
-        _check(fits, "positions outside the cache")
+        check(fits, "positions outside the cache")
         rotary = 0 if cos is None or sin is None else cos.shape[-1]
         for turn in (cos, sin):
             rows = 1 if turn is None or turn.numel() == rotary else count
-            _check(turn is None or (_by_row(turn, rows, rotary) and rotary <= width), "the rotation does not fit")
+            check(turn is None or (_by_row(turn, rows, rotary) and rotary <= width), "the rotation does not fit")
         out = heads.new_empty((count, 1, queries * width))
         places = [_places(t, count) for t in (heads, value, cos, sin)]
         stored = [_places(t, count) for t in (keys, values, out)]
@@ -197,7 +197,8 @@ def _by_row(x: Tensor, count: int, size: int) -> bool:
     return fits and x.dtype is torch.bfloat16 and x.is_cpu
 
 
-def _check(fits: bool, message: str) -> None:
+def check(fits: bool, message: str) -> None:
+    """Raise ValueError with this message where arguments do not fit."""
     if not fits:
         raise ValueError(message)
 
@@ -222,7 +223,7 @@ def _even(x: Tensor) -> bool:
 
 def _floats(factor: Tensor, dimensions: int) -> Tensor:
     fits = factor.dtype is torch.float32 and factor.is_cpu and factor.dim() == dimensions and factor.is_contiguous()
-    _check(fits, "the factor of a norm must be contiguous float32")
+    check(fits, "the factor of a norm must be contiguous float32")
     return factor
 
 
@@ -231,7 +232,7 @@ def index(name: str | None) -> int:
     checked = _checked()
     if name is None:
         return next(iter(checked.values()))
-    _check(name in checked, f"instruction set {name} is not usable here")
+    check(name in checked, f"instruction set {name} is not usable here")
     return checked[name]
 
 
