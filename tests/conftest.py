@@ -88,6 +88,15 @@ def tiny_model(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Ca
     return get
 
 
+@pytest.fixture(params=[1, 3], ids=["one thread", "a team"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """torch's threads, which native calls use, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening a connection fails the test."""

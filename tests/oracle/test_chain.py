@@ -2,7 +2,7 @@
 
 import copy
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,14 +29,6 @@ NAMES = [
 NM = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("nvium_models.py"))))
 PROMPT = 9
 BF16: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
-
-
-@pytest.fixture(params=[1, 3], ids=["one thread", "a team"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 class Counted(chain.Chain):

@@ -1,7 +1,5 @@
 """An exit's two native calls: against single operations bit by bit, and against float64; threads, arguments."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,14 +10,6 @@ from adapt_llm.quant.kernels import exits, native, small
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native module: {native.why_not()}")
 EPS = 1e-5
 SHAPES = [(24, 16), (200, 136), (576, 384)]  # the last one wakes a team
-
-
-@pytest.fixture(params=[1, 3], ids=["one thread", "a team"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
