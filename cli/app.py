@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, TextIO
 import typer
 
 from .. import __version__
+from .collector import retire_collector
 from .program import NAME, Program
 
 EXAMPLES = """\
@@ -94,7 +95,10 @@ def main() -> None:
     _stand_in()
     for stream in (sys.stdout, sys.stderr):
         _utf8(stream)
-    app()
+    try:
+        app()
+    finally:
+        retire_collector()
 
 
 if __name__ == "__main__":

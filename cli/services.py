@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..runtime import process
 from ..runtime.progress import Reporter
+from .collector import import_torch
 from .generation import Choices
 from .text_classifier import TextClassifier
 
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from ..convert.recipes import Plan
     from ..convert.request import ConvertRequest
     from ..runtime.bundle import Bundle
-    from ..runtime.conversation import GenerationOptions
     from ..runtime.methods import TwoDee
-    from ..runtime.options import SessionOptions
+    from ..runtime.options import GenerationOptions, SessionOptions
     from ..runtime.schedule import Mode
     from ..runtime.session import Session
     from .classification import Point
@@ -97,12 +97,14 @@ def export(
 
 def open_session(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> "Session":
     """Open a bundle and load its model. `settings` are the fields of SessionOptions."""
-    from ..runtime.options import SessionOptions  # noqa: PLC0415
+    bundle, options = _opened(path, settings, reporter)
+    from ..runtime.text import Tokenizer  # noqa: PLC0415
 
-    options = SessionOptions(**settings)
-    from ..runtime.session import open_session as open_bundle  # noqa: PLC0415 - torch, after the options were checked
+    tokenizer = Tokenizer.load(path)
+    import_torch()
+    from ..runtime.session import load_session  # noqa: PLC0415
 
-    return open_bundle(path, options, reporter=reporter)
+    return load_session(bundle, tokenizer, options, reporter=reporter)
 
 
 def twodee(path: Path) -> "TwoDee | None":
@@ -137,6 +139,7 @@ def mode(point: "Point") -> "Mode":
 def open_classifier(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> TextClassifier:
     """Open a bundle that classifies and load its model. `settings` are the fields of SessionOptions."""
     bundle, options = _opened(path, settings, reporter)
+    import_torch(options.threads)
     from ..runtime.classify_loading import document_reader, load_classifier, settings_of  # noqa: PLC0415
     from ..runtime.text import Tokenizer  # noqa: PLC0415
 
@@ -154,16 +157,12 @@ def open_classifier(path: Path, settings: Mapping[str, Any], reporter: Reporter)
 
 
 def _opened(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> "tuple[Bundle, SessionOptions]":
-    """Check the fields of SessionOptions, set the threads, and open a bundle without its model."""
+    """Check the fields of SessionOptions, and open a bundle without its model. No torch: errors come at once."""
     from ..runtime.options import SessionOptions  # noqa: PLC0415
 
     options = SessionOptions(**settings)
-    import torch  # noqa: PLC0415 - after the options were checked
-
     from ..runtime.bundle import Bundle  # noqa: PLC0415
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     return Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter), options
 
 
@@ -172,6 +171,7 @@ def text_quality(
 ) -> dict[str, Any]:
     """Measure a bundle on a text; return the keys of `eval --text --json`. `settings` are fields of SessionOptions."""
     bundle, options = _opened(path, settings, reporter)
+    import_torch(options.threads)
     from ..runtime.text_quality import text_quality as measure  # noqa: PLC0415
 
     return measure(bundle, text, options, limit=limit, reporter=reporter).to_dict()
@@ -200,6 +200,7 @@ def tune(path: Path, values: Mapping[str, Any], settings: Mapping[str, Any], rep
     from ..runtime.options import SessionOptions  # noqa: PLC0415
 
     request = TuneRequest(path, options=SessionOptions(**settings), **values)
+    import_torch()
     from ..convert.tune import tune as carry_out  # noqa: PLC0415 - torch, after the request was checked
 
     return carry_out(request, reporter).to_dict()
@@ -218,14 +219,14 @@ def bench(
 
     `values` are fields of BenchOptions, `settings` of SessionOptions, `sampling` of Sampling.
     """
-    from ..runtime.options import SessionOptions  # noqa: PLC0415
+    from ..runtime.options import Sampling, SessionOptions  # noqa: PLC0415
 
-    session = SessionOptions(**settings)
+    session, law = SessionOptions(**settings), Sampling(**sampling)
+    import_torch()
     from ..runtime.bench_bundle import BenchOptions  # noqa: PLC0415 - torch, after the options were checked
     from ..runtime.bench_report import bench as measure  # noqa: PLC0415
-    from ..runtime.sampling import Sampling  # noqa: PLC0415
 
-    options = BenchOptions(session=session, sampling=Sampling(**sampling), **values)
+    options = BenchOptions(session=session, sampling=law, **values)
     found = measure(path, options, memory=memory, reporter=reporter)
     return {"machine": machine(), **found}
 
@@ -274,8 +275,7 @@ def machine() -> dict[str, str]:
 
 def generation_options(choices: Choices, *, row: int = 0) -> "GenerationOptions":
     """Return how to answer. Raises UsageError for a value out of its range."""
-    from ..runtime.conversation import GenerationOptions  # noqa: PLC0415
-    from ..runtime.sampling import Sampling  # noqa: PLC0415
+    from ..runtime.options import GenerationOptions, Sampling  # noqa: PLC0415
 
     sampling = Sampling(
         temperature=choices.temperature,

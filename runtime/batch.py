@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -79,6 +78,8 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes of a device's memory that nobody uses."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # noqa: PLC0415 - one text at a time does without
+
     return int(psutil.virtual_memory().available)
 
 

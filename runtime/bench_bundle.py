@@ -26,10 +26,9 @@ from .methods import Nvium as NviumSettings
 from .methods import Rcla
 from .methods import River as RiverSettings
 from .models import load_dense, load_model
-from .options import SessionOptions
+from .options import Sampling, SessionOptions
 from .progress import Reporter, SilentReporter
 from .river import River
-from .sampling import Sampling
 from .store import open_safetensors
 from .text import Tokenizer, read_json
 

@@ -14,7 +14,8 @@ from ..errors import ResourceError, UsageError
 from .batch import BatchModel, bytes_per_token, free_memory
 from .bench import Contender, Lap
 from .generate import Model, PromptCache, StepOutput, generate
-from .sampling import Sampler, Sampling
+from .options import Sampling
+from .sampling import Sampler
 from .stops import Stops
 from .text import Tokenizer
 from .traffic import traffic_of

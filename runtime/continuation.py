@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import AdaptError, UsageError
-from .sampling import Sampler, Sampling
+from .options import Sampling
+from .sampling import Sampler
 from .stops import Stops, StreamedText
 from .stream import FinishReason, GenerationStats, TokenRecord
 from .text import IncrementalDecoder, Tokenizer

@@ -7,14 +7,14 @@ makes that cheap, since only what differs from the turn before is computed. Know
 import json
 import os
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import AdaptError, FormatError, UsageError
 from .continuation import Request, check_fits
 from .generate import Model, PromptCache, stream
-from .sampling import Sampling
+from .options import GenerationOptions
 from .stops import Stops
 from .stream import TokenRecord, TokenStream
 from .template import Message, Template
@@ -22,22 +22,6 @@ from .text import Tokenizer, read_json
 
 _FORMAT = "adapt-conversation"
 _ROLES = ("system", "user", "assistant")
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """How to answer; see `generate`."""
-
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None
-    """None = as many as the context holds."""
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    row: int = 0
-    """Number of the text among those of one seed; a conversation counts its own turns."""
-    template_variables: tuple[tuple[str, Any], ...] = ()
-    """Further variables of the chat template, such as ("enable_thinking", False)."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..errors import ResourceError
 from .cache import KVCache, RotationChangedError
 from .continuation import Continuation, Request
-from .sampling import Sampler, Sampling
+from .options import Sampling
+from .sampling import Sampler
 from .stops import Stops
 from .stream import TokenRecord, TokenStream
 from .text import Tokenizer

@@ -13,10 +13,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyr
 
 from ..errors import AdaptError, UsageError
 from .continuation import Request as Text
-from .conversation import GenerationOptions
-from .options import SessionOptions
+from .options import GenerationOptions, Sampling, SessionOptions
 from .progress import Reporter, SilentReporter
-from .sampling import Sampling
 from .scoring import Passage, Scorer, full_depth, reader_of
 from .session import Session, open_session
 from .stops import Stops

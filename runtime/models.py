@@ -10,7 +10,6 @@ from dataclasses import replace
 from ..errors import UsageError
 from .bundle import Bundle
 from .captured import captured
-from .classify_loading import check_scores, document_reader, load_classifier
 from .decoder import Decoder
 from .dense import Dense
 from .exit_layers import LazyBlocks
@@ -19,7 +18,6 @@ from .loading import UNTRAINED, load_block, load_frame, load_river, refuse_optio
 from .lossless import LosslessRiver
 from .methods import Nvium, River, TwoDee
 from .nvium import Nvium as MixtureModel
-from .nvium_loading import load_nvium
 from .options import SessionOptions
 from .progress import Reporter, SilentReporter
 from .river import River as RiverModel
@@ -56,11 +54,17 @@ def _load(
 ) -> Dense | MixtureModel | RiverModel | LosslessRiver:
     mixture = bundle.manifest.method(Nvium)
     if mixture is not None:
-        return load_nvium(bundle, mixture, options)
+        return _load_mixture(bundle, mixture, options)
     settings = bundle.manifest.method(River)
     if settings is None:
         return load_dense(bundle, options)
     return _load_lossless(bundle, settings, options) if options.lossless else load_river(bundle, options, reporter)
+
+
+def _load_mixture(bundle: Bundle, settings: Nvium, options: SessionOptions) -> Dense | MixtureModel:
+    from .nvium_loading import load_nvium  # noqa: PLC0415 - other methods do without
+
+    return load_nvium(bundle, settings, options)
 
 
 def _load_lossless(bundle: Bundle, settings: River, options: SessionOptions) -> LosslessRiver:
@@ -93,7 +97,7 @@ def self_check(bundle: Bundle) -> Sequence[str]:
     options = SessionOptions(device="cpu", cache_dir=bundle.cache_dir)
     mixture = bundle.manifest.method(Nvium)
     if mixture is not None:
-        model = load_nvium(bundle, mixture, options)
+        model = _load_mixture(bundle, mixture, options)
         found = run_dense_check(model, tokenizer) if isinstance(model, Dense) else run_mixture_check(model, tokenizer)
     elif bundle.manifest.method(River) is None:
         found = run_dense_check(load_dense(bundle, options), tokenizer)
@@ -102,6 +106,8 @@ def self_check(bundle: Bundle) -> Sequence[str]:
         found = run_river_check(load_river(bundle, replace(options, resident=everything)), tokenizer)
     settings = bundle.manifest.method(TwoDee)
     if settings is not None:
+        from .classify_loading import check_scores, document_reader, load_classifier  # noqa: PLC0415 - as above
+
         reader = document_reader(settings, tokenizer)
         scores = check_scores(load_classifier(bundle, options, reader=reader), reader)
         found = found.model_copy(update={"scores": scores})

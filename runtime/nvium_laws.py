@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .decoder import Decoder
 from .junctions import Junctions
-from .sampling import Sampler, Sampling, argmax
+from .options import Sampling
+from .sampling import Sampler, argmax
 from .side_by_side import together
 
 SLACK = 1e-6

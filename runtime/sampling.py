@@ -12,63 +12,15 @@ import hashlib
 import math
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import AdaptError, UsageError
+from ..errors import AdaptError
 from ..quant.kernels import draw as native_draw
+from .options import Sampling
 
 _FIRST_CANDIDATES = 256
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose a token. The defaults are greedy.
-
-    Raises:
-        UsageError: a value outside its range.
-
-    """
-
-    temperature: float = 0.0
-    """0 = argmax; otherwise logits are divided by it."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 = all."""
-    top_p: float = 1.0
-    """Keep the smallest set whose probability reaches this; 1 = all."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as probable as the most probable one; 0 = all."""
-    seed: int | None = None
-    """None (or a negative number) = another one each time."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens already in the context; 1 = off."""
-
-    def __post_init__(self) -> None:
-        _require("temperature", self.temperature, "0 or more", low=0.0)
-        _require("top_k", self.top_k, "0 (off) or more", low=0)
-        _require("top_p", self.top_p, "above 0 and at most 1", low=0.0, high=1.0, open_low=True)
-        _require("min_p", self.min_p, "between 0 and 1", low=0.0, high=1.0)
-        _require("repetition_penalty", self.repetition_penalty, "above 0", low=0.0, open_low=True)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether no randomness is used."""
-        return self.temperature == 0
-
-    @property
-    def filtered(self) -> bool:
-        """Whether some tokens may be cut off."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-def _require(
-    name: str, value: float, wanted: str, *, low: float, high: float = math.inf, open_low: bool = False
-) -> None:
-    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-    if not inside:
-        raise UsageError(f"{name} is {value}", f"It must be {wanted}.")
 
 
 def row_generator(seed: int | None, row: int = 0) -> torch.Generator:

@@ -14,9 +14,9 @@ from ..errors import UsageError, attempt
 from .batch import Answer, BatchModel, Outcome, answer_all, suitable_batch
 from .bundle import Bundle
 from .continuation import Request, check_fits
-from .conversation import ChatParts, Conversation, GenerationOptions
+from .conversation import ChatParts, Conversation
 from .generate import Model, PromptCache, stream
-from .options import SessionOptions
+from .options import GenerationOptions, SessionOptions
 from .progress import Reporter, SilentReporter
 from .stream import TokenStream
 from .template import Message, Template, has_template
@@ -184,18 +184,28 @@ def open_session(path: Path, options: SessionOptions, *, reporter: Reporter | No
     """Open a bundle and load its model.
 
     Raises:
-        AdaptError: see `Bundle.open`, `load_model` and `Session`.
+        AdaptError: see `Bundle.open`, `Tokenizer.load` and `load_session`.
+
+    """
+    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
+    return load_session(bundle, Tokenizer.load(path), options, reporter=reporter)
+
+
+def load_session(
+    bundle: Bundle, tokenizer: Tokenizer, options: SessionOptions, *, reporter: Reporter | None = None
+) -> Session:
+    """Load the model of an opened bundle, whose tokenizer is there.
+
+    Raises:
+        AdaptError: see `load_model` and `Session`.
 
     """
     from .models import load_model  # noqa: PLC0415 - tests and other models do without it
 
-    reporter = reporter or SilentReporter()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    bundle = Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter)
-    tokenizer = Tokenizer.load(path)
-    model = load_model(bundle, options, reporter)
-    return Session(path, tokenizer, model, bundle.architecture.max_positions, options)
+    model = load_model(bundle, options, reporter or SilentReporter())
+    return Session(bundle.path, tokenizer, model, bundle.architecture.max_positions, options)
 
 
 def _as_messages(prompt: str | Sequence[Message], system: str | None) -> list[Message]:
