@@ -16,7 +16,6 @@
 #define ISA_NAME "avx2"
 #define LANES 8
 #define HALVES 2
-#define ODD_EXCESS ((0x4300 - 128) / 65536.0f)
 typedef __m256 V;
 typedef __m256i W;
 typedef V O;
@@ -24,6 +23,7 @@ typedef V O;
 static inline V zero(void) { return _mm256_setzero_ps(); }
 static inline V splat(float value) { return _mm256_set1_ps(value); }
 static inline V add(V a, V b) { return _mm256_add_ps(a, b); }
+static inline V multiply(V a, V b) { return _mm256_mul_ps(a, b); }
 static inline V scale_add(V scale, V a, V b) { return _mm256_fmadd_ps(scale, a, b); }
 static inline V multiply_add(O w, O x, V acc) { return _mm256_fmadd_ps(w, x, acc); }
 static inline V load_floats(const float *from) { return _mm256_loadu_ps(from); }
@@ -40,21 +40,25 @@ static inline float sum(V value) {
 
 static inline O load_operand(const char *from) { return _mm256_loadu_ps((const float *)from); }
 static inline void store_operand(char *to, O value) { _mm256_storeu_ps((float *)to, value); }
-static inline O broadcast(const char *from) { return _mm256_broadcast_ss((const float *)from); }
-
 static inline O operand(W words, const int half) {
     if (half) return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
 }
 
-static inline O code_operand(W words, const int half) { return half ? _mm256_castsi256_ps(words) : operand(words, 0); }
+static inline W no_words(void) { return _mm256_setzero_si256(); }
+static inline W add_words(W a, W b) { return _mm256_add_epi32(a, b); }
+static inline W multiply_pairs(W a, W b) { return _mm256_madd_epi16(a, b); }
+static inline V word_floats(W words) { return _mm256_cvtepi32_ps(words); }
 
-static inline W low_codes(W raw) { return _mm256_and_si256(raw, _mm256_set1_epi8(15)); }
-static inline W high_codes(W raw) { return low_codes(_mm256_srli_epi16(raw, 4)); }
+static inline W broadcast_word(const char *from) {
+    int word;
+    memcpy(&word, from, sizeof word);
+    return _mm256_set1_epi32(word);
+}
 
-static inline W spread(W codes, int high) {
-    W exponent = _mm256_set1_epi8(0x43);
-    return high ? _mm256_unpackhi_epi8(codes, exponent) : _mm256_unpacklo_epi8(codes, exponent);
+static inline W code_pairs(W raw, const int pair) {
+    W shifted = pair ? _mm256_srli_epi16(raw, 4 * pair) : raw;
+    return pair < 3 ? _mm256_and_si256(shifted, _mm256_set1_epi16(15)) : shifted;
 }
 
 static inline V parameters(const uint8_t *at, int wide, int index) {
@@ -65,19 +69,13 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
 
 static int avx2_supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) {
-    float odd = bf16_to_float(pair[1]), even = bf16_to_float(pair[0]) - odd * (1.0f / 65536.0f);
-    memcpy(to, &even, sizeof even);
-    memcpy(to + step, &odd, sizeof odd);
-}
-
-/* rows of x, rows of w (or vectors of the tile) at once, rows of x at once (dense) or sets of accumulators (int4): the
- * fastest found on Zen 3. Sixteen registers hold no more than six rows of bf16, five of int4. */
+/* rows of x; rows of w at once and of x at once (dense), or vectors of the tile at once (int4): the fastest found on Zen 3.
+ * Sixteen registers hold no more than six rows of bf16. */
 #define DENSE_BLOCK 8
 #define DENSE_CASES \
     CASE(1, 1, 1) CASE(2, 1, 2) CASE(3, 1, 3) CASE(4, 1, 4) CASE(5, 1, 5) CASE(6, 1, 6) CASE(7, 1, 4) CASE(8, 1, 4)
-#define INT4_BLOCK 5
-#define INT4_CASES CASE(1, 2, 2) CASE(2, 2, 1) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1)
+#define INT4_BLOCK 4
+#define INT4_CASES CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2)
 #include "products.h"
 
 #ifdef __clang__

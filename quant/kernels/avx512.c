@@ -37,6 +37,7 @@ typedef __m512i W;
 static inline V zero(void) { return _mm512_setzero_ps(); }
 static inline V splat(float value) { return _mm512_set1_ps(value); }
 static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+static inline V multiply(V a, V b) { return _mm512_mul_ps(a, b); }
 static inline V scale_add(V scale, V a, V b) { return _mm512_fmadd_ps(scale, a, b); }
 static inline V load_floats(const float *from) { return _mm512_loadu_ps(from); }
 static inline void store_floats(float *to, V value) { _mm512_storeu_ps(to, value); }
@@ -47,22 +48,12 @@ static inline float sum(V value) { return _mm512_reduce_add_ps(value); }
 
 #ifdef BF16_DOT
 #define HALVES 1
-#define ODD_EXCESS 0.0f
 typedef W O;
 
 static inline V multiply_add(O w, O x, V acc) { return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)x); }
 static inline O load_operand(const char *from) { return _mm512_loadu_si512(from); }
 static inline void store_operand(char *to, O value) { _mm512_storeu_si512(to, value); }
 static inline O operand(W words, const int half) { return (void)half, words; }
-static inline O code_operand(W words, const int half) { return (void)half, words; }
-
-static inline O broadcast(const char *from) {
-    int pair;
-    memcpy(&pair, from, sizeof pair);
-    return _mm512_set1_epi32(pair);
-}
-
-static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) { (void)step, memcpy(to, pair, 4); }
 
 static int NAME(supported)(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -70,36 +61,34 @@ static int NAME(supported)(void) {
 }
 #else
 #define HALVES 2
-#define ODD_EXCESS ((0x4300 - 128) / 65536.0f)
 typedef V O;
 
 static inline V multiply_add(O w, O x, V acc) { return _mm512_fmadd_ps(w, x, acc); }
 static inline O load_operand(const char *from) { return _mm512_loadu_ps(from); }
 static inline void store_operand(char *to, O value) { _mm512_storeu_ps(to, value); }
-static inline O broadcast(const char *from) { return _mm512_set1_ps(*(const float *)from); }
 
 static inline O operand(W words, const int half) {
     if (half) return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
-static inline O code_operand(W words, const int half) { return half ? _mm512_castsi512_ps(words) : operand(words, 0); }
-
-static inline void prepare_pair(const uint16_t *pair, char *to, int64_t step) {
-    float odd = bf16_to_float(pair[1]), even = bf16_to_float(pair[0]) - odd * (1.0f / 65536.0f);
-    memcpy(to, &even, sizeof even);
-    memcpy(to + step, &odd, sizeof odd);
-}
-
 static int NAME(supported)(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
 #endif
 
-static inline W low_codes(W raw) { return _mm512_and_si512(raw, _mm512_set1_epi8(15)); }
-static inline W high_codes(W raw) { return low_codes(_mm512_srli_epi16(raw, 4)); }
+static inline W no_words(void) { return _mm512_setzero_si512(); }
+static inline W add_words(W a, W b) { return _mm512_add_epi32(a, b); }
+static inline W multiply_pairs(W a, W b) { return _mm512_madd_epi16(a, b); }
+static inline V word_floats(W words) { return _mm512_cvtepi32_ps(words); }
 
-static inline W spread(W codes, int high) {
-    W exponent = _mm512_set1_epi8(0x43);
-    return high ? _mm512_unpackhi_epi8(codes, exponent) : _mm512_unpacklo_epi8(codes, exponent);
+static inline W broadcast_word(const char *from) {
+    int word;
+    memcpy(&word, from, sizeof word);
+    return _mm512_set1_epi32(word);
+}
+
+static inline W code_pairs(W raw, const int pair) {
+    W shifted = pair ? _mm512_srli_epi16(raw, 4 * (unsigned)pair) : raw;
+    return pair < 3 ? _mm512_and_si512(shifted, _mm512_set1_epi16(15)) : shifted;
 }
 
 static inline V parameters(const uint8_t *at, int wide, int index) {
@@ -113,7 +102,7 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
     CASE(1, 1, 1) CASE(2, 4, 2) CASE(3, 4, 3) CASE(4, 2, 4) CASE(5, 2, 5) CASE(6, 2, 6) CASE(7, 1, 7) CASE(8, 1, 8)
 #define INT4_BLOCK 8
 #define INT4_CASES \
-    CASE(1, 1, 4) CASE(2, 1, 4) CASE(3, 1, 2) CASE(4, 1, 2) CASE(5, 1, 2) CASE(6, 1, 1) CASE(7, 1, 1) CASE(8, 1, 1)
+    CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
 #include "products.h"
 
 #ifdef __clang__

@@ -23,6 +23,10 @@ static float parameter(const uint8_t *at, int wide, int row) {
     return value;
 }
 
+static uint32_t swap_middle(uint32_t word) {
+    return (word & 0xff0000ffu) | (word & 0x0000ff00u) << 8 | (word & 0x00ff0000u) >> 8;
+}
+
 static void store_four(uint32_t word, float zero, float scale, float *out) {
     Bytes codes;
     memcpy(&codes, &word, sizeof codes);
@@ -30,16 +34,17 @@ static void store_four(uint32_t word, float zero, float scale, float *out) {
     memcpy(out, &values, sizeof values);
 }
 
-/* One row of a group: of every line its four bytes, inputs 0 to 3 in the low halves and 4 to 7 in the high ones. */
+/* One row of a group: of every line its word, even inputs in the low half and odd ones in the high half. */
 static void read_row(const uint8_t *lines, int row, int64_t count, float zero, float scale, float *out) {
-    const uint8_t *at = lines + 16 * (row / 4) + 2 * (row % 4);
+    const uint8_t *at = lines + 4 * row;
     for (int64_t line = 0; line < count; line++, at += LINE, out += LINE_INPUTS) {
-        uint16_t begin, rest;
-        memcpy(&begin, at, sizeof begin);
-        memcpy(&rest, at + 8, sizeof rest);
-        uint32_t pairs = begin | (uint32_t)rest << 16;
-        store_four(pairs & 0x0f0f0f0fu, zero, scale, out);
-        store_four(pairs >> 4 & 0x0f0f0f0fu, zero, scale, out + 4);
+        uint32_t word;
+        memcpy(&word, at, sizeof word);
+        uint32_t first = word & 0x0f0f0f0fu, next = word >> 4 & 0x0f0f0f0fu; /* inputs 0 4 1 5, and 2 6 3 7 */
+        uint32_t even = (first & 0x00ff00ffu) | (next & 0x00ff00ffu) << 8;   /* 0 2 1 3 */
+        uint32_t odd = (first & 0xff00ff00u) >> 8 | (next & 0xff00ff00u);    /* 4 6 5 7 */
+        store_four(swap_middle(even), zero, scale, out);
+        store_four(swap_middle(odd), zero, scale, out + 4);
     }
 }
 

@@ -1,29 +1,43 @@
 /* Few bf16 rows times a matrix of 8-bit codes with a scale for each of its rows: out = (x q^T) * scale.
  *
- * For the head, whose 16-bit weights are the largest part of what a token of a small model reads. Like module.c it
+ * For the head, whose 16-bit weights are the largest part of what a token of a small model reads. x is in fixed point, in
+ * groups of 128 inputs that share a unit, so that a group's dot product is an exact sum of integers. Like module.c it
  * trusts its arguments, which native8.py checks.
  */
+#include "fixed.h"
 #include "module.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
+
+enum { GROUP = 128 };
 
 typedef struct Int8 Int8;
 struct Int8 {
     void (*rows)(const Int8 *p, int64_t first, int64_t last);
     const int8_t *w;     /* [n, K] */
     const float *scales; /* [n] */
-    const float *x;      /* [M, K] */
+    const int16_t *x;    /* [M, groups, GROUP], the last group filled up with zeros */
+    const float *units;  /* [M, groups] */
     uint16_t *out;       /* [M, n] */
-    int64_t M, K, n, step;
+    int64_t M, K, n, groups, step;
     atomic_llong next;
 };
+
+static int32_t scalar_dot(const int8_t *w, const int16_t *x, int64_t count) {
+    int32_t total = 0;
+    for (int64_t k = 0; k < count; k++) total += w[k] * x[k];
+    return total;
+}
 
 static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
     for (int64_t m = 0; m < p->M; m++)
         for (int64_t n = first; n < last; n++) {
             float total = 0;
-            for (int64_t k = 0; k < p->K; k++) total += (float)p->w[n * p->K + k] * p->x[m * p->K + k];
+            for (int64_t g = 0; g < p->groups; g++) {
+                int64_t at = g * GROUP, count = p->K - at < GROUP ? p->K - at : GROUP, group = m * p->groups + g;
+                total += p->units[group] * (float)scalar_dot(p->w + n * p->K + at, p->x + group * GROUP, count);
+            }
             p->out[m * p->n + n] = float_to_bf16(total * p->scales[n]);
         }
 }
@@ -43,31 +57,35 @@ static inline float avx2_sum(__m256 value) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 #define NAME(x) avx2_##x
-#define LANES 8
+#define STEP 16
 #define V __m256
+#define W __m256i
 #define zero() _mm256_setzero_ps()
-#define load(from) _mm256_loadu_ps(from)
-#define codes(from) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
-#define fma(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define add(a, b) _mm256_add_ps(a, b)
+#define no_words() _mm256_setzero_si256()
+#define codes(from) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(from)))
+#define pairs(from) _mm256_loadu_si256((const __m256i *)(from))
+#define add_dots(total, a, b) _mm256_add_epi32(total, _mm256_madd_epi16(a, b))
+#define scale_add(scale, words, total) _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(words), total)
 #define sum(v) avx2_sum(v)
 #include "int8.h"
 #ifdef __clang__
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f")
+#pragma GCC target("avx2,fma,avx512f,avx512bw")
 #endif
 #define NAME(x) avx512_##x
-#define LANES 16
+#define STEP 32
 #define V __m512
+#define W __m512i
 #define zero() _mm512_setzero_ps()
-#define load(from) _mm512_loadu_ps(from)
-#define codes(from) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from))))
-#define fma(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define add(a, b) _mm512_add_ps(a, b)
+#define no_words() _mm512_setzero_si512()
+#define codes(from) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from)))
+#define pairs(from) _mm512_loadu_si512(from)
+#define add_dots(total, a, b) _mm512_add_epi32(total, _mm512_madd_epi16(a, b))
+#define scale_add(scale, words, total) _mm512_fmadd_ps(_mm512_set1_ps(scale), _mm512_cvtepi32_ps(words), total)
 #define sum(v) _mm512_reduce_add_ps(v)
 #include "int8.h"
 #ifdef __clang__
@@ -89,16 +107,30 @@ static void work(void *data) {
     }
 }
 
+/* x [M, K] in fixed point, with what it takes at `p`. */
+static void prepare(Int8 *p, const uint16_t *x, int16_t *fixed, float *units) {
+    memset(fixed, 0, sizeof *fixed * (size_t)(p->M * p->groups * GROUP));
+    for (int64_t m = 0; m < p->M; m++)
+        for (int64_t g = 0; g < p->groups; g++) {
+            int64_t at = g * GROUP, count = p->K - at < GROUP ? p->K - at : GROUP, group = m * p->groups + g;
+            to_fixed(x + m * p->K + at, count, fixed + group * GROUP, units + group);
+        }
+    p->x = fixed;
+    p->units = units;
+}
+
 static int run(Int8 *p, const uint16_t *x, int64_t threads, Team team) {
-    float *wide = malloc(sizeof(float) * (size_t)(p->M * p->K + 1));
-    if (!wide) return 0;
-    for (int64_t i = 0; i < p->M * p->K; i++) wide[i] = bf16_to_float(x[i]);
-    p->x = wide;
+    p->groups = (p->K + GROUP - 1) / GROUP;
+    size_t count = (size_t)(p->M * p->groups), bytes = count * GROUP * sizeof(int16_t);
+    char *block = malloc(bytes + count * sizeof(float) + LINE);
+    if (!block) return 0;
+    int16_t *fixed = adapt_aligned(block);
+    prepare(p, x, fixed, (float *)((char *)fixed + bytes));
     p->step = 65536 / p->K + 1; /* of weights at a time: they stay in the second-level cache for further rows of x */
     atomic_init(&p->next, 0);
     if (threads > 1 && team && p->n * p->K * p->M > 600000) team(work, p, (unsigned)threads, 0);
     else work(p);
-    free(wide);
+    free(block);
     return 1;
 }
 

@@ -14,6 +14,7 @@ enum {
     TILE = 16,       /* rows of a 4-bit tile */
     LINE = 64,       /* bytes of a tile that hold 8 inputs of its 16 rows */
     LINE_INPUTS = 8,
+    LONGEST_GROUP = 128, /* inputs of a packed group at most */
     BLOCK = 8,       /* rows of x that one pass over the weights can serve at most */
     ATTEND_HEADS = 8, /* query heads that one pass over keys and values can serve at most */
     PAD = 16,         /* heads in fp32 are padded to a multiple of this with zeros */
@@ -52,7 +53,7 @@ typedef struct {
 
 /* An instruction set. `prepare_*` lay x [M, K] out for the products; each product serves rows [first, last) of the
  * weights (a multiple of TILE for int4) for `rows` <= BLOCK rows of x from row m0 on. `sums` has two floats for each
- * group and row of x: what the zero point multiplies, and what the instruction set wants subtracted besides. */
+ * group and row of x, which the instruction set chooses. */
 typedef struct {
     const char *name;
     int (*supported)(void);

@@ -19,7 +19,7 @@ from torch import Tensor
 
 TILE = 16  # rows of a packed tile
 LINE_INPUTS = 8  # inputs of a packed line, for the 16 rows of its tile
-LONGEST_GROUP = 128  # longer groups are packed in parts, so that sums of 128 + q lose nothing in fp32
+LONGEST_GROUP = 128  # longer groups are packed in parts: x shares a unit, and the C code keeps room, for so many
 MOST_MATRICES = 8  # in one call
 CHECK_TOLERANCE = 0.02  # of the largest output; bf16 rounds to 0.004, a wrong lane is off by about 1
 
@@ -168,11 +168,13 @@ def _lines(codes: Tensor, tiles: int, groups: int) -> Tensor:
     N, K = codes.shape
     padded = torch.zeros(tiles * TILE, K, dtype=torch.uint8)
     padded[:N] = codes
-    # Four codes are one int32: inputs 0 to 3 of a line get inputs 4 to 7 as high nibbles; then pairs move, not bytes.
-    halves = padded.view(torch.int32).view(tiles * TILE, -1, 2)
-    words = halves[..., 0] | (halves[..., 1] << 4)
-    pairs = words.view(torch.int16).view(tiles, 4, 4, K // LINE_INPUTS, 2)  # tile, quad, row, line, half
-    return pairs.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).view(tiles, groups, -1)
+    # A row's eight codes are one int64. Codes 2 and 3 move beside 0 and 1, and 6 and 7 beside 4 and 5, as high nibbles:
+    # its bytes 0, 4, 1 and 5 are then the word in which even inputs are the low half and odd ones the high half.
+    codes8 = padded.view(torch.int64)
+    codes8 |= codes8 >> 12
+    words = (codes8 & 0xFF) | (codes8 >> 24 & 0xFF00) | (codes8 << 8 & 0xFF0000) | (codes8 >> 16 & 0xFF000000)
+    lines = words.view(torch.int32)[:, ::2].view(tiles, TILE, K // LINE_INPUTS)
+    return lines.transpose(1, 2).contiguous().view(torch.uint8).view(tiles, groups, -1)
 
 
 def _head(values: Tensor, parts: int, tiles: int, *, wide: bool) -> Tensor:

@@ -1,22 +1,21 @@
 /* The two products, written once for every vector width; avx2.c and avx512.c give the few operations and include it.
  *
- * Wanted from the includer: NAME(x); LANES; types V (LANES floats), W (LANES words of 32 bits, each a pair of bf16
- * values), O (what a pair is multiplied as) and HALVES: 2 where O holds the even or the odd values of the pairs as
- * floats, 1 where O is the pairs themselves. x is prepared as elements of 4 bytes of that kind. The operations: zero,
- * add, scale_add, splat, sum, load_floats, store_floats, load_words, load_operand, store_operand, broadcast,
- * operand, code_operand, multiply_add, low_codes, high_codes, spread, parameters, prepare_pair.
+ * Wanted from the includer: NAME(x); LANES; types V (LANES floats), W (LANES words of 32 bits, each a pair of 16-bit
+ * values), O (what a pair of bf16 values is multiplied as) and HALVES: 2 where O holds the even or the odd values of the
+ * pairs as floats, 1 where O is the pairs themselves. The operations: zero, add, scale_add, splat, sum, load_floats,
+ * store_floats, load_words, load_operand, store_operand, operand, multiply_add; for 4 bits no_words, code_pairs,
+ * broadcast_word, add_words, multiply_pairs, word_floats, parameters.
  *
- * 4-bit codes are never converted to floating point: a code q beside the byte 0x43 is the bf16 number 128 + q. The
- * 128 leaves again with the zero point, through the sum of x over the group:
- *     y_n = sum_g s_ng (sum_k x_k (128 + q_nk) - (128 + z_ng) sum_k x_k).
- * Read as one float, a pair (low, high) of such numbers is 128 + high + (0x4300 + low) / 65536: the high code needs no
- * masking when x_even is prepared as x_even - x_odd / 65536 and the rest, x_odd (0x4300 - 128) / 65536, leaves with
- * the 128.
+ * 4-bit codes are never converted to floating point: x is prepared in fixed point (fixed.h), so that a group's dot
+ * products are exact sums of integers:
+ *     y_n = sum_g s_ng u_g (sum_k X_k q_nk - z_ng sum_k X_k),  x_k = u_g X_k.
  */
+#include "fixed.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 1024, NEAR = 28672 };
+enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 2048, NEAR = 28672 };
 
 /* ---- bf16: x is stored per block of rows as [STEP inputs][row][half][lane], padded with zeros ---- */
 
@@ -128,110 +127,83 @@ static void NAME(dense_rows)(const Dense *d, int64_t K, const void *xs, int64_t 
     }
 }
 
-/* ---- int4: x is stored per block of rows as [pair of inputs][half][row], elements of 4 bytes ---- */
+/* ---- int4: x is stored per block of rows as [pair of inputs][row], pairs of 16-bit integers ---- */
 
-enum { PAIR_BYTES = HALVES * 4 };
+enum { PAIR_BYTES = 4, LINE_PAIRS = LINE_INPUTS / 2 };
 
 static size_t NAME(int4_bytes)(int64_t M, int64_t K) { return (size_t)(M * K / 2 * PAIR_BYTES); }
 
-/* For one group the sum of x, and what the 128 and the unmasked high codes add to its dot products; both negative. */
-static void NAME(group_sums)(const uint16_t *x, int64_t width, float *to) {
-    float even[4] = {0}, odd[4] = {0};
-    for (int64_t k = 0; k < width; k += LINE_INPUTS)
-        for (int i = 0; i < 4; i++) {
-            even[i] += bf16_to_float(x[k + 2 * i]);
-            odd[i] += bf16_to_float(x[k + 2 * i + 1]);
-        }
-    float odds = (odd[0] + odd[1]) + (odd[2] + odd[3]), evens = (even[0] + even[1]) + (even[2] + even[3]);
-    to[0] = -(evens + odds);
-    to[1] = 128.0f * to[0] - ODD_EXCESS * odds;
-}
-
-INLINE void NAME(prepare_block)(const uint16_t *x, int64_t K, char *to, const int64_t rows) {
-    for (int64_t k = 0; k < K; k += 2, to += PAIR_BYTES * rows)
-        for (int64_t m = 0; m < rows; m++) prepare_pair(x + m * K + k, to + 4 * m, 4 * rows);
-}
-
 static void NAME(int4_prepare)(const uint16_t *x, int64_t M, int64_t K, int64_t groups, void *xs, float *sums) {
     char *to = xs;
-    int64_t block = block_rows(M, INT4_BLOCK);
+    int64_t block = block_rows(M, INT4_BLOCK), width = K / groups;
     for (int64_t m0 = 0; m0 < M; m0 += block, x += block * K) {
         int64_t rows = M - m0 < block ? M - m0 : block;
-        if (rows == 1) NAME(prepare_block)(x, K, to, 1);
-        else if (rows == 4) NAME(prepare_block)(x, K, to, 4);
-        else NAME(prepare_block)(x, K, to, rows);
-        to += K / 2 * PAIR_BYTES * rows;
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t m = 0; m < rows; m++, sums += 2)
-                NAME(group_sums)(x + m * K + g * (K / groups), K / groups, sums);
+        for (int64_t g = 0; g < groups; g++, to += width / 2 * PAIR_BYTES * rows)
+            for (int64_t m = 0; m < rows; m++, sums += 2) {
+                int16_t fixed[LONGEST_GROUP];
+                sums[0] = -(float)to_fixed(x + m * K + g * width, width, fixed, sums + 1);
+                if (rows == 1) memcpy(to, fixed, sizeof *fixed * (size_t)width);
+                else for (int64_t pair = 0; pair < width / 2; pair++)
+                    memcpy(to + (pair * rows + m) * PAIR_BYTES, fixed + 2 * pair, PAIR_BYTES);
+            }
     }
 }
 
-/* One group of one tile: totals[m][16] += scale * (dots - excess - zero * sum). N vectors of the tile are worked on
- * at once, with S accumulators for each. */
-INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *xs, const float *sums, float *totals,
-                        const int M, const int N, const int S) {
+/* One group of one tile: totals[v][m] += scale * unit * (dots - zero * sum). N vectors of the tile at once. */
+INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *xs, const float *sums,
+                        V totals[VECTORS][BLOCK], const int M, const int N) {
     const uint8_t *codes = at + (wide ? 2 * LINE : LINE);
     UNROLL for (int v0 = 0; v0 < VECTORS; v0 += N) {
-        V acc[4][VECTORS][BLOCK];
-        UNROLL for (int v = 0; v < N; v++) {
-            V zero_point = parameters(at, wide, VECTORS + v0 + v);
-            UNROLL for (int m = 0; m < M; m++) {
-                acc[0][v][m] = scale_add(zero_point, splat(sums[2 * m]), splat(sums[2 * m + 1]));
-                UNROLL for (int s = 1; s < S; s++) acc[s][v][m] = zero();
-            }
-        }
-        const char *xp = xs;
+        W dots[VECTORS][BLOCK], raw[VECTORS], pairs[VECTORS];
+        UNROLL for (int v = 0; v < N; v++) UNROLL for (int m = 0; m < M; m++) dots[v][m] = no_words();
+        const char *x = xs;
         for (int64_t l = 0; l < lines; l++) {
             const uint8_t *line = codes + l * LINE + v0 * 4 * LANES;
             __builtin_prefetch(line + AHEAD);
-            UNROLL for (int pair = 0; pair < 4; pair++) {
-                W words[VECTORS];
-                UNROLL for (int v = 0; v < N; v++) {
-                    W raw = load_words(line + v * 4 * LANES);
-                    words[v] = spread(pair < 2 ? low_codes(raw) : high_codes(raw), pair % 2);
-                }
-                UNROLL for (int h = 0; h < HALVES; h++, xp += 4 * M) {
-                    O w[VECTORS];
-                    UNROLL for (int v = 0; v < N; v++) w[v] = code_operand(words[v], h);
-                    UNROLL for (int m = 0; m < M; m++) {
-                        O x = broadcast(xp + 4 * m);
-                        UNROLL for (int v = 0; v < N; v++)
-                            acc[pair % S][v][m] = multiply_add(w[v], x, acc[pair % S][v][m]);
-                    }
+            UNROLL for (int v = 0; v < N; v++) raw[v] = load_words(line + v * 4 * LANES);
+            UNROLL for (int pair = 0; pair < LINE_PAIRS; pair++, x += PAIR_BYTES * M) {
+                UNROLL for (int v = 0; v < N; v++) pairs[v] = code_pairs(raw[v], pair);
+                UNROLL for (int m = 0; m < M; m++) {
+                    W value = broadcast_word(x + PAIR_BYTES * m);
+                    UNROLL for (int v = 0; v < N; v++)
+                        dots[v][m] = add_words(dots[v][m], multiply_pairs(pairs[v], value));
                 }
             }
         }
         UNROLL for (int v = 0; v < N; v++) {
-            V scale = parameters(at, wide, v0 + v);
+            V scale = parameters(at, wide, v0 + v), zero_point = parameters(at, wide, VECTORS + v0 + v);
             UNROLL for (int m = 0; m < M; m++) {
-                V total = acc[0][v][m];
-                UNROLL for (int s = 1; s < S; s++) total = add(total, acc[s][v][m]);
-                float *to = totals + m * TILE + (v0 + v) * LANES;
-                store_floats(to, scale_add(scale, total, load_floats(to)));
+                V dot = scale_add(zero_point, splat(sums[2 * m]), word_floats(dots[v][m]));
+                totals[v0 + v][m] = scale_add(multiply(scale, splat(sums[2 * m + 1])), dot, totals[v0 + v][m]);
             }
         }
     }
 }
 
-INLINE void NAME(tile)(const Int4 *p, const uint8_t *at, const char *xs, const float *sums, float *totals, int wide,
-                       const int M, const int N, const int S) {
-    int64_t bytes = (p->lines + (wide ? 2 : 1)) * LINE, width = p->lines * LINE_INPUTS / 2 * PAIR_BYTES * M;
+INLINE void NAME(tile)(const Int4 *p, const uint8_t *at, const char *xs, const float *sums, float *out, int wide,
+                       const int M, const int N) {
+    V totals[VECTORS][BLOCK];
+    UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int m = 0; m < M; m++) totals[v][m] = zero();
+    int64_t bytes = (p->lines + (wide ? 2 : 1)) * LINE, width = p->lines * LINE_PAIRS * PAIR_BYTES * M;
     for (int64_t g = 0; g < p->groups; g++, at += bytes, xs += width, sums += 2 * M)
-        NAME(group)(at, p->lines, wide, xs, sums, totals, M, N, S);
+        NAME(group)(at, p->lines, wide, xs, sums, totals, M, N);
+    UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int m = 0; m < M; m++)
+        store_floats(out + m * TILE + v * LANES, totals[v][m]);
 }
 
 static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first,
                             int64_t last) {
     int64_t K = p->groups * p->lines * LINE_INPUTS, bytes = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
     const char *x = (const char *)xs + m0 * K / 2 * PAIR_BYTES;
+    sums += 2 * m0 * p->groups;
     for (int64_t n = first; n < last; n += TILE) {
-        float totals[BLOCK * TILE] = {0};
+        float totals[BLOCK * TILE];
         const uint8_t *at = p->data + n / TILE * bytes;
         switch (rows) {
-#define CASE(M, N, S) \
+#define CASE(M, N) \
     case M: \
-        NAME(tile)(p, at, x, sums + 2 * m0 * p->groups, totals, p->wide, M, N, S); \
+        if (p->wide) NAME(tile)(p, at, x, sums, totals, 1, M, N); \
+        else NAME(tile)(p, at, x, sums, totals, 0, M, N); \
         break;
             INT4_CASES
 #undef CASE

@@ -42,8 +42,9 @@ static void dense_rows(const Dense *d, int64_t K, const void *xs, int64_t m0, in
 
 /* Input k (of 8) of row r (of 16) in a line. */
 static int code(const uint8_t *line, int r, int k) {
-    int byte = 16 * (r / 4) + 8 * (k / 2 % 2) + 2 * (r % 4) + k % 2;
-    return k < 4 ? line[byte] & 15 : line[byte] >> 4;
+    uint32_t word;
+    memcpy(&word, line + 4 * r, sizeof word);
+    return word >> (k % 2 * 16 + k / 2 * 4) & 15;
 }
 
 static float parameter(const uint8_t *head, int wide, int index) {

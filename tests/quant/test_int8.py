@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from adapt_llm.quant.int8 import Int8Linear
@@ -45,6 +47,40 @@ def test_a_row_gets_the_same_bits_alone_and_beside_others(isa: str) -> None:
     alone = torch.cat([int8_matmul(row, matrix, isa=isa) for row in x.split(1)])
     assert torch.equal(int8_matmul(x, matrix, isa=isa), alone)
     assert torch.equal(int8_matmul(x, matrix, isa=isa, threads=2), alone)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_shape_and_values_of_very_different_size(data: st.DataObject) -> None:
+    """x is integers of one unit for 128 inputs: what is lost is at most 2^-15 of the largest of them."""
+    M, N, K = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40)), 16 * data.draw(st.integers(1, 40))
+    isa, threads = data.draw(st.sampled_from(ISAS)), data.draw(st.integers(1, 3))
+    matrix = Int8Matrix.of(normal(N, K, seed=N))
+    spread = data.draw(st.integers(0, 40))
+    x = (normal(M, K, seed=M) * (torch.rand(K, generator=torch.Generator().manual_seed(K)) * spread).exp2()).bfloat16()
+    weights = matrix.rows(0, N).double()
+    expected, size = x.double() @ weights.T, x.double().abs() @ weights.abs().T
+    lost = x.double().abs().amax(1, keepdim=True) * weights.abs().sum(1) * 2**-15
+    got = int8_matmul(x, matrix, isa=isa, threads=threads).double()
+    assert ((got - expected).abs() <= 2**-8 * expected.abs() + 2**-16 * size + lost).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_non_finite_inputs_stay_in_their_row(isa: str, wrong: float) -> None:
+    matrix, x = Int8Matrix.of(normal(40, 208)), normal(3, 208, seed=1)
+    expected = int8_matmul(x, matrix, isa=isa)
+    x[1, 150] = wrong
+    got = int8_matmul(x, matrix, isa=isa)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_largest_integers_do_not_overflow(isa: str) -> None:
+    matrix = Int8Matrix.of(torch.full((3, 4096), -2.0))
+    x = torch.full((1, 4096), 1.9921875, dtype=torch.bfloat16)
+    assert int8_matmul(x, matrix, isa=isa).tolist() == [[-16320.0] * 3]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -129,6 +129,49 @@ def test_a_large_matrix_is_read_back_by_several_threads() -> None:
     assert torch.equal(found, in_float32(codes, scales, zeros)[3:699])
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_values_of_very_different_size_beside_each_other(data: st.DataObject) -> None:
+    """x is integers of one unit for a group: what is lost is at most 2^-15 of the group's largest value."""
+    group, groups = 8 * data.draw(st.integers(1, 16)), data.draw(st.integers(1, 3))
+    K, isa = group * groups, data.draw(st.sampled_from(ISAS))
+    exponents = st.lists(st.integers(-120, 100), min_size=K, max_size=K)
+    x = (normal(2, K) * torch.tensor(data.draw(exponents)).exp2()).bfloat16()
+    codes, scales, zeros = int4(24, K, group, exact=True)
+    weights = dequantized(codes, scales, zeros)
+    got = native.int4_matmul(x, native.pack_int4(codes, scales, zeros, group), isa=isa).double()
+    expected, size = x.double() @ weights.T, x.double().abs() @ weights.abs().T
+    largest = x.double().abs().view(2, groups, group).amax(-1)
+    # Codes and zeros are up to 15 and 18 units of the scale, and may cancel where the weight is small.
+    lost = largest @ (scales.double() * 33 * group).T * 2**-15
+    assert ((got - expected).abs() <= 2**-8 * expected.abs() + 2**-16 * size + lost).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [8, 32, 128])
+@pytest.mark.parametrize("size", [2.0**-130, 2.0**-112, 1.0, 1.9921875, 2.0**114])
+def test_sums_of_the_largest_integers_do_not_overflow(isa: str, group: int, size: float) -> None:
+    codes = torch.full((16, 2 * group), 15, dtype=torch.uint8)
+    scales, zeros = torch.full((16, 2), 0.5), torch.zeros(16, 2)
+    x = torch.full((1, 2 * group), -size, dtype=torch.bfloat16)
+    got = native.int4_matmul(x, native.pack_int4(codes, scales, zeros, group), isa=isa)
+    expected = torch.full((1, 16), -float(x[0, 0].abs()) * 15.0 * group, dtype=torch.float64)
+    assert ((got.double() - expected).abs() <= 2**-8 * expected.abs() + 2**-126 * group * 16).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_inputs_stay_in_their_row(isa: str, wrong: float) -> None:
+    codes, scales, zeros = int4(20, 96, 32, exact=True)
+    packed = native.pack_int4(codes, scales, zeros, 32)
+    x = normal(5, 96)
+    expected = native.int4_matmul(x, packed, isa=isa)
+    x[2, 40] = wrong
+    got = native.int4_matmul(x, packed, isa=isa)
+    assert not got[2].isfinite().any()
+    assert torch.equal(got[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+
+
 def close(got: Tensor, x: Tensor, w: Tensor, bias: Tensor) -> None:
     """Each output within half a bf16 step and 2^-16 of the sum of its terms' sizes: those may cancel."""
     expected = x.double() @ w.double().T + bias.double()
