@@ -38,6 +38,14 @@ static inline float sum(V value) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
+/* The sums of four vectors, beside each other. */
+static inline void store_sums(float *to, V a, V b, V c, V d) {
+    V ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); /* of each half: a b a b */
+    V cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    V all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+
 static inline O load_operand(const char *from) { return _mm256_loadu_ps((const float *)from); }
 static inline void store_operand(char *to, O value) { _mm256_storeu_ps((float *)to, value); }
 static inline O operand(W words, const int half) {

@@ -46,6 +46,21 @@ typedef __m256i H; /* as many bf16 values as a vector has lanes */
 static inline W widen_words(H halves) { return _mm512_cvtepu16_epi32(halves); }
 static inline float sum(V value) { return _mm512_reduce_add_ps(value); }
 
+/* Half of a vector on the other half. */
+static inline __m256 fold(V value) {
+    __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(value), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(value), high);
+}
+
+/* The sums of four vectors, beside each other. */
+static inline void store_sums(float *to, V v0, V v1, V v2, V v3) {
+    __m256 a = fold(v0), b = fold(v1), c = fold(v2), d = fold(v3);
+    __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); /* of each half: a b a b */
+    __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+
 #ifdef BF16_DOT
 #define HALVES 1
 typedef W O;

@@ -37,8 +37,10 @@ typedef struct {
     float eps, scale;
     /* shared */
     uint16_t *qkv, *attended, *mixed, *wide;
-    float *queries32, *sums, *spare;
+    int64_t spans; /* of the token that sees most */
+    float *queries32, *sums, *tops, *spare;
     Attention *tokens;
+    atomic_llong *joined;
     char *own; /* `own_bytes` for each thread */
     size_t own_bytes, prepared_bytes;
     atomic_llong *stages;
@@ -108,24 +110,24 @@ static void enter_row(Chain *c, const int64_t *block, int64_t m) {
     token.attention = (Attention){.keys = token.keys, .values = token.values, .heads = c->queries, .groups = c->groups,
                                   .width = c->width, .stride = c->group_stride, .first = kind[SEEN],
                                   .count = row[POSITION] + 1 - kind[SEEN], .padded = P,
-                                  .q = c->queries32 + m * c->queries * P, .sums = c->sums + m * c->queries * P,
+                                  .q = c->queries32 + m * c->queries * P,
+                                  .sums = c->sums + m * c->spans * c->queries * P,
+                                  .tops = c->tops + m * c->spans * c->queries * 2, .joined = c->joined + m * c->groups,
                                   .out = c->attended + m * c->queries * c->width};
     adapt_enter(&token, c->queries32 + m * c->queries * P, c->spare);
     c->tokens[m] = token.attention;
+    for (int64_t group = 0; group < c->groups; group++) atomic_init(&token.attention.joined[group], 0);
 }
 
 static void attend(Chain *c, Own *own, int64_t block) {
     if (own->index == 0)
         for (int64_t m = 0; m < c->M; m++) enter_row(c, c->blocks + block * BLOCK_NUMBERS, m);
     meet(&c->meeting, own->threads);
-    int64_t size = c->queries / c->groups * padded(c);
     atomic_llong *next = &c->stages[block * STAGES + ATTEND];
     for (;;) {
         int64_t at = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
-        if (at >= c->M * c->groups) break;
-        const Attention *token = &c->tokens[at / c->groups];
-        memset(token->sums + at % c->groups * size, 0, (size_t)size * sizeof(float));
-        c->small->attend(token, at % c->groups);
+        if (at >= c->M * c->groups * c->spans) break;
+        adapt_attend_task(c->small, c->tokens, c->spans, at);
     }
     meet(&c->meeting, own->threads);
 }
@@ -173,6 +175,19 @@ static size_t most_room(const Chain *c) {
     return adapt_lines(most);
 }
 
+/* Spans of the token that sees most, in whatever kind of layer. */
+static int64_t most_spans(const Chain *c) {
+    int64_t most = 1;
+    for (int64_t m = 0; m < c->M; m++) {
+        const int64_t *row = c->rows + m * (FIRST_KIND + c->kinds * KIND_NUMBERS);
+        for (int64_t kind = 0; kind < c->kinds; kind++) {
+            int64_t spans = count_spans(row[POSITION] + 1 - row[FIRST_KIND + kind * KIND_NUMBERS + SEEN]);
+            most = spans > most ? spans : most;
+        }
+    }
+    return most;
+}
+
 /* Memory as it is handed out: addresses from `start` on, in whole cache lines. */
 typedef struct {
     uintptr_t start, at;
@@ -192,7 +207,8 @@ static size_t lay_out(Chain *c, uintptr_t start) {
     c->own_bytes = c->prepared_bytes + adapt_lines((size_t)(2 * M * c->hidden)) + adapt_lines((size_t)(2 * M * most));
     c->stages = take(&memory, c->count * STAGES * (int64_t)sizeof(atomic_llong));
     c->queries32 = take(&memory, 4 * M * c->queries * P);
-    c->sums = take(&memory, 4 * M * c->queries * P);
+    c->sums = take(&memory, 4 * M * c->spans * c->queries * P);
+    c->tops = take(&memory, 4 * M * c->spans * c->queries * 2);
     c->own = take(&memory, c->threads * (int64_t)c->own_bytes);
     c->qkv = take(&memory, 2 * M * heads * c->width);
     c->attended = take(&memory, 2 * M * c->queries * c->width);
@@ -200,11 +216,13 @@ static size_t lay_out(Chain *c, uintptr_t start) {
     c->wide = take(&memory, 4 * M * c->inner);
     c->spare = take(&memory, 4 * P + 2 * heads * c->width);
     c->tokens = take(&memory, M * (int64_t)sizeof(Attention));
+    c->joined = take(&memory, M * c->groups * (int64_t)sizeof(atomic_llong));
     return memory.at - memory.start;
 }
 
 static int run(Chain *c) {
     if (c->threads < 1 || !c->team || !c->team_size) c->threads = 1;
+    c->spans = most_spans(c);
     char *block = malloc(lay_out(c, 0) + LINE);
     if (!block) return 0;
     lay_out(c, (uintptr_t)adapt_aligned(block));

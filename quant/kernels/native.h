@@ -6,6 +6,7 @@
 #define ADAPT_NATIVE_H
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,6 +19,7 @@ enum {
     BLOCK = 8,       /* rows of x that one pass over the weights can serve at most */
     ATTEND_HEADS = 8, /* query heads that one pass over keys and values can serve at most */
     PAD = 16,         /* heads in fp32 are padded to a multiple of this with zeros */
+    SPAN = 512,       /* positions that are attended to by themselves, by whichever thread comes */
 };
 
 /* One bf16 matrix [n, K], row-major, and where its product goes. */
@@ -40,16 +42,21 @@ typedef struct {
 
 enum { SILU, GELU_TANH }; /* activations of a gate */
 
-/* Attention of one token: `heads` queries of `width`, in `groups` that share keys and values. */
+/* Attention of one token: `heads` queries of `width`, in `groups` that share keys and values. The positions are taken in
+ * spans; each gives its sums, and they are joined in their order once all are there. */
 typedef struct {
     const uint16_t *keys, *values; /* [groups, positions, width], the groups `stride` values apart */
     int64_t heads, groups, width, stride;
     int64_t first, count; /* the positions that are seen */
     int64_t padded;       /* width as a multiple of PAD */
     const float *q;       /* [heads, padded], scaled */
-    float *sums;          /* [heads, padded], zeros */
+    float *sums;          /* [spans, heads, padded]: values, weighted by e^(score - largest) */
+    float *tops;          /* [spans, heads, 2]: the largest score, and the sum of the weights */
+    atomic_llong *joined; /* [groups]: spans that are done; 0 at first */
     uint16_t *out;        /* [heads, width] */
 } Attention;
+
+static inline int64_t count_spans(int64_t positions) { return (positions + SPAN - 1) / SPAN; }
 
 /* An instruction set. `prepare_*` lay x [M, K] out for the products; each product serves rows [first, last) of the
  * weights (a multiple of TILE for int4) for `rows` <= BLOCK rows of x from row m0 on. `sums` has two floats for each
@@ -66,7 +73,7 @@ typedef struct {
     void (*int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first, int64_t last);
     void (*rms_norm)(const uint16_t *x, const float *factor, uint16_t *out, int64_t rows, int64_t D, float eps);
     void (*gated)(int kind, const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count);
-    void (*attend)(const Attention *a, int64_t group);
+    void (*attend)(const Attention *a, int64_t group, int64_t span);
 } Isa;
 
 /* M rows in passes of at most `widest`, as equal as can be. */

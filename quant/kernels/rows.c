@@ -63,21 +63,47 @@ void adapt_enter(Token *token, float *q, float *spare) {
     }
 }
 
-/* Every group of heads of every token, for whichever thread comes next. */
+/* The spans of one head, put together in the place of the first; returns the sum of all weights. */
+static float join_spans(const Attention *a, int64_t head, int64_t spans) {
+    int64_t next = a->heads * a->padded;
+    const float *top = a->tops + 2 * head;
+    float *sums = a->sums + head * a->padded, largest = -INFINITY, total = 0;
+    for (int64_t s = 0; s < spans; s++) largest = fmaxf(largest, top[2 * s * a->heads]);
+    for (int64_t s = 0; s < spans; s++) {
+        float share = expf(top[2 * s * a->heads] - largest);
+        total += share * top[2 * s * a->heads + 1];
+        for (int64_t d = 0; d < a->width; d++) sums[d] = (s ? sums[d] : 0) + share * sums[s * next + d];
+    }
+    return total;
+}
+
+void adapt_attend_task(const Isa *isa, const Attention *tokens, int64_t most, int64_t at) {
+    const Attention *a = &tokens[at / most / tokens->groups];
+    int64_t group = at / most % a->groups, span = at % most, spans = count_spans(a->count), size = a->heads / a->groups;
+    if (span >= spans) return;
+    isa->attend(a, group, span);
+    if (atomic_fetch_add_explicit(&a->joined[group], 1, memory_order_acq_rel) + 1 < spans) return;
+    for (int64_t head = group * size; head < (group + 1) * size; head++) {
+        float total = spans > 1 ? join_spans(a, head, spans) : a->tops[2 * head + 1];
+        const float *sums = a->sums + head * a->padded;
+        for (int64_t d = 0; d < a->width; d++) a->out[head * a->width + d] = float_to_bf16(sums[d] / total);
+    }
+}
+
+/* Every span of every group of heads of every token, for whichever thread comes next. */
 typedef struct {
     const Isa *isa;
     const Attention *tokens;
-    int64_t count;
+    int64_t spans, count; /* at most, of a token; tasks */
     atomic_llong next;
 } Tasks;
 
 static void attend_next(void *data) {
     Tasks *tasks = data;
-    int64_t groups = tasks->tokens->groups, count = tasks->count * groups;
     for (;;) {
         int64_t at = atomic_fetch_add_explicit(&tasks->next, 1, memory_order_relaxed);
-        if (at >= count) return;
-        tasks->isa->attend(&tasks->tokens[at / groups], at % groups);
+        if (at >= tasks->count) return;
+        adapt_attend_task(tasks->isa, tasks->tokens, tasks->spans, at);
     }
 }
 
@@ -87,17 +113,26 @@ typedef struct {
     int64_t threads, rows, heads_stride, value_stride, window;
 } Rows;
 
-/* The tokens enter the cache; `all` is the room for one's queries, and for its sums, behind each other. */
-static void enter_all(Token *token, const Rows *rows, Attention *tokens, float *room, float *spare, size_t all) {
-    for (int64_t r = 0; r < rows->rows; r++, room += 2 * all) {
+/* Floats that one token wants for its queries, and for its sums and their tops. */
+typedef struct {
+    int64_t queries, sums, tops;
+} Room;
+
+/* The tokens enter the cache; each has its part of `floats`, and of `joined`. */
+static void enter_all(Token *token, const Rows *rows, Attention *tokens, float *floats, float *spare, const Room *room,
+                      atomic_llong *joined) {
+    for (int64_t r = 0; r < rows->rows; r++, floats += room->queries + room->sums + room->tops) {
         Attention *a = &tokens[r];
         *a = token->attention;
-        a->q = room;
-        a->sums = room + all;
+        a->q = floats;
+        a->sums = floats + room->queries;
+        a->tops = a->sums + room->sums;
+        a->joined = joined + r * a->groups;
         a->out += r * a->heads * a->width;
         if (rows->window && token->position + 1 - rows->window > a->first) a->first = token->position + 1 - rows->window;
         a->count = token->position + 1 - a->first;
-        adapt_enter(token, room, spare);
+        memset(floats, 0, sizeof(float) * (size_t)room->queries); /* what pads a head */
+        adapt_enter(token, floats, spare);
         token->position++;
         token->heads += rows->heads_stride;
         if (token->value) token->value += rows->value_stride;
@@ -105,23 +140,32 @@ static void enter_all(Token *token, const Rows *rows, Attention *tokens, float *
     }
 }
 
+static void attend_all(const Token *token, const Rows *rows, const Attention *tokens, int64_t spans) {
+    Tasks tasks = {.isa = token->isa, .tokens = tokens, .spans = spans, .count = rows->rows * tokens->groups * spans};
+    atomic_init(&tasks.next, 0);
+    int64_t threads = rows->threads < tasks.count ? rows->threads : tasks.count;
+    if (threads > 1 && rows->team) rows->team(attend_next, &tasks, (unsigned)threads, 0);
+    else attend_next(&tasks);
+}
+
 static int run_rows(Token *token, const Rows *rows) {
     Attention *a = &token->attention;
     a->padded = (a->width + PAD - 1) / PAD * PAD;
-    size_t all = (size_t)((a->heads + a->groups) * a->padded), many = 2 * (size_t)rows->rows * all;
+    int64_t seen = token->position + rows->rows - a->first;
+    int64_t spans = count_spans(rows->window && rows->window < seen ? rows->window : seen);
+    Room room = {a->heads * a->padded, spans * a->heads * a->padded, spans * a->heads * 2};
+    int64_t each = room.queries + room.sums + room.tops, spare = a->padded + (a->heads + a->groups) * a->width;
     Attention *tokens = malloc((size_t)rows->rows * sizeof(Attention));
-    float *room = calloc(many + all + (size_t)a->padded, sizeof(float));
-    int done = tokens && room;
+    float *floats = malloc(sizeof(float) * (size_t)(rows->rows * each + spare));
+    atomic_llong *joined = calloc((size_t)(rows->rows * a->groups), sizeof(atomic_llong));
+    int done = tokens && floats && joined;
     if (done) {
-        enter_all(token, rows, tokens, room, room + many, all);
-        Tasks tasks = {.isa = token->isa, .tokens = tokens, .count = rows->rows};
-        atomic_init(&tasks.next, 0);
-        int64_t most = rows->rows * a->groups, threads = rows->threads < most ? rows->threads : most;
-        if (threads > 1 && rows->team) rows->team(attend_next, &tasks, (unsigned)threads, 0);
-        else attend_next(&tasks);
+        enter_all(token, rows, tokens, floats, floats + rows->rows * each, &room, joined);
+        attend_all(token, rows, tokens, spans);
     }
     free(tokens);
-    free(room);
+    free(floats);
+    free(joined);
     return done;
 }
 

@@ -9,7 +9,11 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t Mask __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-enum { KEYS = 64 }; /* keys whose scores are held at a time: their keys and values stay in the first-level cache */
+enum {
+    KEYS = 64, /* keys whose scores are held at a time: their keys and values stay in the first-level cache */
+    FOUR = 4,  /* keys at once */
+    MOST_AT_ONCE = 3, /* heads beside four keys: what sixteen registers hold */
+};
 
 INLINE Floats NAME(all)(float value) { return (Floats)splat(value); }
 
@@ -99,32 +103,55 @@ static void NAME(gated)(int kind, const uint16_t *gate, const uint16_t *up, uint
     else NAME(gate)(SILU, gate, up, out, count);
 }
 
-/* scores[g][t] = q[g] . key t, for G query heads that share the keys. */
-INLINE void NAME(scores)(const Attention *a, const float *q, const uint16_t *key, int64_t count, float (*scores)[KEYS],
-                         const int G) {
+/* acc[k][g] += q[g] . LANES dimensions of key k, of which `width` are there. */
+INLINE void NAME(score)(Floats acc[FOUR][MOST_AT_ONCE], const uint16_t *const keys[FOUR], int64_t d, int64_t width,
+                        const float *q, int64_t P, const int G) {
+    /* Twelve sums, three queries and one key at a time: sixteen registers, and no sum waits for the stack. */
+    Floats query[MOST_AT_ONCE];
+    UNROLL for (int g = 0; g < G; g++) query[g] = NAME(load_fp32)(q + g * P + d, LANES);
+    UNROLL for (int k = 0; k < FOUR; k++) {
+        Floats wide = NAME(load)(keys[k] + d, width);
+        UNROLL for (int g = 0; g < G; g++) acc[k][g] += wide * query[g];
+    }
+}
+
+/* Scores of four keys for G heads. */
+INLINE void NAME(four)(const uint16_t *const keys[FOUR], int64_t D, const float *q, int64_t P, float (*scores)[KEYS],
+                       int64_t t, const int G) {
+    Floats acc[FOUR][MOST_AT_ONCE];
+    UNROLL for (int k = 0; k < FOUR; k++) UNROLL for (int g = 0; g < G; g++) acc[k][g] = NAME(all)(0);
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES) NAME(score)(acc, keys, d, LANES, q, P, G);
+    if (d < D) NAME(score)(acc, keys, d, D - d, q, P, G);
+    UNROLL for (int g = 0; g < G; g++)
+        store_sums(scores[g] + t, (V)acc[0][g], (V)acc[1][g], (V)acc[2][g], (V)acc[3][g]);
+}
+
+/* scores[g][t] = q[g] . key t, for G query heads that share the keys; four keys at a time, the last one again where there
+ * are fewer. `next` is what is read after these keys. */
+INLINE void NAME(scores)(const Attention *a, const float *q, const uint16_t *key, const uint16_t *next, int64_t count,
+                         float (*scores)[KEYS], const int G) {
     int64_t D = a->width, P = a->padded;
-    for (int64_t t = 0; t < count; t++, key += D) {
-        Floats acc[ATTEND_HEADS];
-        UNROLL for (int g = 0; g < G; g++) acc[g] = NAME(all)(0);
-        int64_t d = 0;
-        for (; d + LANES <= D; d += LANES) {
-            Floats k = NAME(load)(key + d, LANES);
-            UNROLL for (int g = 0; g < G; g++) acc[g] += k * NAME(load_fp32)(q + g * P + d, LANES);
-        }
-        if (d < D) {
-            Floats k = NAME(load)(key + d, D - d);
-            UNROLL for (int g = 0; g < G; g++) acc[g] += k * NAME(load_fp32)(q + g * P + d, LANES);
-        }
-        UNROLL for (int g = 0; g < G; g++) scores[g][t] = sum((V)acc[g]);
+    for (int64_t t = 0; t < count; t += FOUR) {
+        const uint16_t *keys[FOUR];
+        UNROLL for (int k = 0; k < FOUR; k++) keys[k] = key + (t + k < count ? t + k : count - 1) * D;
+        for (int64_t d = 0; d < FOUR * D; d += LINE / 2) __builtin_prefetch(next + t * D + d);
+        UNROLL for (int g = 0; g < G; g += MOST_AT_ONCE)
+            NAME(four)(keys, D, q + g * P, P, scores + g, t, G - g < MOST_AT_ONCE ? G - g : MOST_AT_ONCE);
     }
 }
 
 /* One chunk of scores becomes weights; `largest` and `total` go on from the chunks before. Returns what those shrink by. */
 INLINE float NAME(weights)(float *scores, int64_t count, float *largest, float *total) {
-    float most = *largest;
-    for (int64_t t = 0; t < count; t++) most = scores[t] > most ? scores[t] : most;
-    Floats added = {0}, shrink = NAME(exponential)(NAME(all)(*largest - most));
     for (int64_t t = count; t < KEYS && t % LANES; t++) scores[t] = -INFINITY;
+    Floats greatest = NAME(all)(*largest), added = {0};
+    for (int64_t t = 0; t < count; t += LANES) {
+        Floats score = NAME(load_fp32)(scores + t, LANES);
+        greatest = NAME(choose)(score > greatest, score, greatest);
+    }
+    float most = greatest[0];
+    for (int lane = 1; lane < LANES; lane++) most = greatest[lane] > most ? greatest[lane] : most;
+    Floats shrink = NAME(exponential)(NAME(all)(*largest - most));
     for (int64_t t = 0; t < count; t += LANES) {
         Floats score = NAME(load_fp32)(scores + t, LANES) - most, weight = NAME(exponential)(score);
         weight = NAME(choose)(score < -87.0f, NAME(all)(0), weight);
@@ -136,47 +163,64 @@ INLINE float NAME(weights)(float *scores, int64_t count, float *largest, float *
     return shrink[0];
 }
 
-/* sums[g] = shrink[g] * sums[g] + weights[g] . values, LANES dimensions of it. */
-INLINE void NAME(mix)(const uint16_t *value, int64_t D, int64_t width, int64_t count, float (*weights)[KEYS],
-                      const float *shrink, float *sums, int64_t P, const int G) {
-    Floats acc[ATTEND_HEADS];
-    UNROLL for (int g = 0; g < G; g++) acc[g] = NAME(load_fp32)(sums + g * P, LANES) * shrink[g];
+/* sums[g] = shrink[g] * sums[g] + weights[g] . values, N times LANES dimensions of it, of the last of which `width`; and
+ * the cache lines that begin there are fetched of the rows at `next`. */
+INLINE void NAME(mix)(const uint16_t *value, const uint16_t *next, int64_t D, int64_t width, int64_t count,
+                      float (*weights)[KEYS], const float *shrink, float *sums, int64_t P, int fetch, const int G, const int N) {
+    Floats acc[8][ATTEND_HEADS];
+    UNROLL for (int n = 0; n < N; n++) UNROLL for (int g = 0; g < G; g++)
+        acc[n][g] = NAME(load_fp32)(sums + g * P + n * LANES, LANES) * shrink[g];
     for (int64_t t = 0; t < count; t++) {
-        Floats v = NAME(load)(value + t * D, width);
-        UNROLL for (int g = 0; g < G; g++) acc[g] += v * NAME(all)(weights[g][t]);
+        Floats weight[ATTEND_HEADS];
+        if (fetch) UNROLL for (int n = 0; n < N; n += LINE / 2 / LANES) __builtin_prefetch(next + t * D + n * LANES);
+        UNROLL for (int g = 0; g < G; g++) weight[g] = NAME(all)(weights[g][t]);
+        UNROLL for (int n = 0; n < N; n++) {
+            Floats v = NAME(load)(value + t * D + n * LANES, n == N - 1 ? width : LANES);
+            UNROLL for (int g = 0; g < G; g++) acc[n][g] += v * weight[g];
+        }
     }
-    UNROLL for (int g = 0; g < G; g++) memcpy(sums + g * P, &acc[g], sizeof acc[g]);
+    UNROLL for (int n = 0; n < N; n++) UNROLL for (int g = 0; g < G; g++)
+        memcpy(sums + g * P + n * LANES, &acc[n][g], sizeof acc[n][g]);
 }
 
-/* G query heads from `head` on over the keys of one group; sums must be 0 at first. */
-INLINE void NAME(heads)(const Attention *a, int64_t group, int64_t head, const int G) {
-    int64_t D = a->width, P = a->padded, first = group * a->stride + a->first * D;
+/* All dimensions, as many at once as registers hold. */
+INLINE void NAME(mix_all)(const uint16_t *value, const uint16_t *next, int64_t D, int64_t count, float (*weights)[KEYS],
+                          const float *shrink, float *sums, int64_t P, const int G) {
+    const int N = G == 1 ? 8 : G <= 3 ? 4 : G <= 6 ? 2 : 1;
+    int64_t d = 0;
+    for (; d + N * LANES <= D; d += N * LANES)
+        NAME(mix)(value + d, next + d, D, LANES, count, weights, shrink, sums + d, P, d % (LINE / 2) == 0, G, N);
+    for (; d < D; d += LANES)
+        NAME(mix)(value + d, next + d, D, D - d < LANES ? D - d : LANES, count, weights, shrink, sums + d, P, d % (LINE / 2) == 0, G, 1);
+}
+
+/* G query heads from `head` on over one span of the keys of one group. */
+INLINE void NAME(heads)(const Attention *a, int64_t group, int64_t head, int64_t span, const int G) {
+    int64_t D = a->width, P = a->padded, start = span * SPAN, left = a->count - start;
     float scores[ATTEND_HEADS][KEYS], largest[ATTEND_HEADS], total[ATTEND_HEADS], shrink[ATTEND_HEADS];
     const float *q = a->q + head * P;
-    float *sums = a->sums + head * P;
+    float *sums = a->sums + (span * a->heads + head) * P, *tops = a->tops + (span * a->heads + head) * 2;
+    int64_t from = group * a->stride + (a->first + start) * D, end = left < SPAN ? left : SPAN;
+    memset(sums, 0, sizeof(float) * (size_t)(G * P));
     UNROLL for (int g = 0; g < G; g++) largest[g] = -INFINITY, total[g] = 0;
-    for (int64_t t = 0; t < a->count; t += KEYS) {
-        int64_t count = a->count - t < KEYS ? a->count - t : KEYS;
-        NAME(scores)(a, q, a->keys + first + t * D, count, scores, G);
+    for (int64_t t = 0; t < end; t += KEYS) {
+        int64_t count = end - t < KEYS ? end - t : KEYS;
+        const uint16_t *key = a->keys + from + t * D, *value = a->values + from + t * D;
+        NAME(scores)(a, q, key, value, count, scores, G);
         UNROLL for (int g = 0; g < G; g++) shrink[g] = NAME(weights)(scores[g], count, &largest[g], &total[g]);
-        const uint16_t *value = a->values + first + t * D;
-        int64_t d = 0;
-        for (; d + LANES <= D; d += LANES) NAME(mix)(value + d, D, LANES, count, scores, shrink, sums + d, P, G);
-        if (d < D) NAME(mix)(value + d, D, D - d, count, scores, shrink, sums + d, P, G);
+        NAME(mix_all)(value, key + KEYS * D, D, count, scores, shrink, sums, P, G);
     }
-    UNROLL for (int g = 0; g < G; g++)
-        for (int64_t d = 0; d < D; d += LANES)
-            NAME(store)(a->out + (head + g) * D + d, NAME(load_fp32)(sums + g * P + d, LANES) / total[g], D - d);
+    UNROLL for (int g = 0; g < G; g++) tops[2 * g] = largest[g], tops[2 * g + 1] = total[g];
 }
 
-static void NAME(attend)(const Attention *a, int64_t group) {
+static void NAME(attend)(const Attention *a, int64_t group, int64_t span) {
     int64_t size = a->heads / a->groups, head = group * size, end = head + size;
     while (head < end) {
         int64_t G = end - head < ATTEND_HEADS ? end - head : ATTEND_HEADS;
         switch (G) {
 #define CASE(G) \
     case G: \
-        NAME(heads)(a, group, head, G); \
+        NAME(heads)(a, group, head, span, G); \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE

@@ -105,22 +105,26 @@ static void gated(int kind, const uint16_t *gate, const uint16_t *up, uint16_t *
 }
 
 /* Scores are computed anew rather than kept: once for the largest, once for the sums. */
-static void attend(const Attention *a, int64_t group) {
-    int64_t size = a->heads / a->groups, D = a->width, first = group * a->stride + a->first * D;
+static void attend(const Attention *a, int64_t group, int64_t span) {
+    int64_t size = a->heads / a->groups, D = a->width, start = span * SPAN, left = a->count - start;
+    int64_t first = group * a->stride + (a->first + start) * D, count = left < SPAN ? left : SPAN;
     for (int64_t head = group * size; head < (group + 1) * size; head++) {
         const float *q = a->q + head * a->padded;
-        float *sums = a->sums + head * a->padded, largest = -INFINITY, total = 0;
-        for (int64_t t = 0; t < a->count; t++) {
+        float *sums = a->sums + (span * a->heads + head) * a->padded, *top = a->tops + (span * a->heads + head) * 2;
+        float largest = -INFINITY, total = 0;
+        for (int64_t t = 0; t < count; t++) {
             float score = dot(a->keys + first + t * D, q, D);
             largest = score > largest ? score : largest;
         }
-        for (int64_t t = 0; t < a->count; t++) {
+        for (int64_t d = 0; d < D; d++) sums[d] = 0;
+        for (int64_t t = 0; t < count; t++) {
             float weight = expf(dot(a->keys + first + t * D, q, D) - largest);
             const uint16_t *value = a->values + first + t * D;
             for (int64_t d = 0; d < D; d++) sums[d] += weight * bf16_to_float(value[d]);
             total += weight;
         }
-        for (int64_t d = 0; d < D; d++) a->out[head * D + d] = float_to_bf16(sums[d] / total);
+        top[0] = largest;
+        top[1] = total;
     }
 }
 

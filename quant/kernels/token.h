@@ -21,4 +21,8 @@ typedef struct {
 /* Queries to fp32; key and value into the cache. `spare` has room for one head in fp32, then for all heads in bf16. */
 void adapt_enter(Token *token, float *q, float *spare);
 
+/* Task `at` of tokens [count] with at most `spans` spans: one group of one token over one span. The last one of a group
+ * writes its heads. */
+void adapt_attend_task(const Isa *isa, const Attention *tokens, int64_t spans, int64_t at);
+
 #endif

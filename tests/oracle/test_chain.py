@@ -136,6 +136,13 @@ def test_families_that_no_chain_can_run(name: str, tiny_model: Callable[[str], A
     same(load(tiny_model(name)), list(tiny.random_ids(1, PROMPT + 1).split([PROMPT, 1], 1)), chained=0)
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["llama", "qwen3-window"])
+def test_a_context_of_several_spans(name: str, tiny_model: Callable[[str], Any], tiny: ModuleType) -> None:
+    """Tokens around position 1,024, in which attention is cut into spans that threads share."""
+    same(load(tiny_model(name)), list(tiny.random_ids(1, 1020 + 16 + 2).split([1020, 1, 16, 1], 1)), chained=3)
+
+
 def test_a_cache_that_grows_and_one_of_some_rows(tiny_model: Callable[[str], Any], tiny: ModuleType) -> None:
     """Where keys and values lie is asked again after they moved."""
     decoder, ids = load(tiny_model("llama")), tiny.random_ids(1, 6)

@@ -126,15 +126,16 @@ def test_any_attention(data: st.DataObject) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("stores", [True, False])
-def test_tokens_in_a_row_are_tokens_one_by_one(isa: str, window: int | None, stores: bool) -> None:
-    """To the last bit; heads and values are parts of wider rows."""
-    rows, groups, heads, width, start = 5, 2, 6, 24, 70
+@pytest.mark.parametrize("start", [70, 509, 1022])
+def test_tokens_in_a_row_are_tokens_one_by_one(isa: str, window: int | None, stores: bool, start: int) -> None:
+    """To the last bit, over the edges of spans too; heads and values are parts of wider rows."""
+    rows, groups, heads, width = 5, 2, 6, 24
     own = heads + (groups if stores else 0)
     both = normal(1, rows, (own + groups) * width)
     x, value = both.split_with_sizes([own * width, groups * width], -1)
     cos, sin = normal(rows, width, seed=4), normal(rows, width, seed=5)
     call = small.TokenAttention(heads, groups, width, scale=0.2, isa=isa)
-    together, alone = (cache_of(groups, 80, width) for _ in range(2))
+    together, alone = (cache_of(groups, start + 10, width) for _ in range(2))
     first = 0 if window is None else max(0, start + 1 - window)
     got = call(x, value if stores else None, cos, sin, *together, range(first, start + rows), window)
     for row in range(rows):
@@ -149,14 +150,26 @@ def test_tokens_in_a_row_are_tokens_one_by_one(isa: str, window: int | None, sto
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_threads_do_not_change_the_result(isa: str, groups: int) -> None:
+    """Whoever comes first takes the next span; they are joined in their order."""
+    cache, query = cache_of(groups, 3000, 32), normal(1, 1, groups * 2 * 32, seed=9)
+    call = small.TokenAttention(2 * groups, groups, 32, scale=0.3, isa=isa)
+    expected = call(query, None, None, None, *cache, range(2900), threads=1)
+    for threads in (2, 3, 5) * 5:
+        assert torch.equal(call(query, None, None, None, *cache, range(2900), threads=threads), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_scores_too_large_for_an_exponential(isa: str) -> None:
     """One key wins by far, early or late: no overflow, and what was summed before it fades."""
-    for winner in (0, 70, 199):
-        keys, values = torch.zeros(1, 1, 200, 16), torch.randn(1, 1, 200, 16)
+    count = 1200
+    for winner in (0, 70, 199, 512, 1199):
+        keys, values = torch.zeros(1, 1, count, 16), torch.randn(1, 1, count, 16)
         keys[0, 0, winner] = 1e3
         cache = keys.bfloat16(), values.bfloat16()
         query = torch.full((1, 1, 16), 1e3, dtype=torch.bfloat16)
-        out = small.TokenAttention(1, 1, 16, scale=1.0, isa=isa)(query, None, None, None, *cache, range(200))
+        out = small.TokenAttention(1, 1, 16, scale=1.0, isa=isa)(query, None, None, None, *cache, range(count))
         assert torch.equal(out.flatten(), cache[1][0, 0, winner])
 
 
