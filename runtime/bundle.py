@@ -6,24 +6,30 @@ memory-mapped. Importing this module does not import torch. Knows no methods' ma
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import AccessError, FormatError, UsageError
-from .manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
-from .methods import Rcla
+from .manifest import MANIFEST_NAME, REPAIR, FileRecord, Manifest, read_manifest
+from .methods import Nvium, Rcla, River, TwoDee
 from .progress import Reporter
 
 if TYPE_CHECKING:
     from .architecture import Architecture
-    from .store import TensorStore
+    from .store import ShardedStore, TensorStore
+    from .tensors import Expected
 
 BACKBONE = "model"
 RIVER = "river"
 ADAPTERS = "adapters"
 JUNCTIONS = "junctions"
+_PARTS = MappingProxyType(
+    {RIVER: ("exit layers", "river"), ADAPTERS: ("classifiers", "2dee"), JUNCTIONS: ("junctions", "nvium")}
+)
+"""What a part is called, and the method that makes it."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -35,6 +41,7 @@ class Bundle:
     manifest: Manifest
     config: Mapping[str, Any]
     cache_dir: Path | None = field(default=None, compare=False)
+    _stores: dict[str, "ShardedStore"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: Path, *, cache_dir: Path | None = None, reporter: Reporter | None = None) -> Self:
@@ -51,18 +58,26 @@ class Bundle:
 
     @cached_property
     def architecture(self) -> "Architecture":
-        """Geometry of the backbone, with R-CLA's map. Raises UnsupportedError for a family that is not handled.
+        """Geometry of the backbone, with R-CLA's map.
 
-        The tensors say whether the head is tied; configs in the wild are wrong at times.
+        Raises UnsupportedError for a family that is not handled, FormatError where config.json is damaged, or the
+        manifest speaks of another model. The tensors say whether the head is tied; configs in the wild are wrong at
+        times.
         """
         from .architecture import Architecture, architecture_of  # noqa: PLC0415 - a manifest is read without torch
 
         try:
-            architecture = architecture_of(self.config, self.backbone)
+            architecture = architecture_of(self.config, self.stored(BACKBONE))
         except AccessError:  # not fetched: the config is all there is
             architecture = Architecture.from_config(self.config)
+        for method in self.manifest.methods:
+            if what := method.misfit(architecture.num_layers):
+                raise FormatError(f"{MANIFEST_NAME} does not fit config.json: {what}", REPAIR)
         shared = self.manifest.method(Rcla)
-        return architecture if shared is None else architecture.share(shared.sources)
+        try:
+            return architecture if shared is None else architecture.share(shared.sources)
+        except UsageError as error:
+            raise FormatError(f"{MANIFEST_NAME} does not fit config.json: {error.message}", REPAIR) from error
 
     @cached_property
     def backbone_folder(self) -> Path:
@@ -76,31 +91,75 @@ class Bundle:
 
     @cached_property
     def backbone(self) -> "TensorStore":
-        """The 16-bit weights, by Hugging Face name."""
-        from .store import open_safetensors  # noqa: PLC0415
+        """The 16-bit weights, by Hugging Face name. This and the other parts: all tensors are there, as they must be.
 
-        return open_safetensors(self.backbone_folder)
+        Raises FormatError naming the file and the tensor that is not.
+        """
+        return self._checked(BACKBONE)
 
     @cached_property
     def river(self) -> "TensorStore":
-        """The exit layers' packed tensors. Raises FormatError where the bundle has none."""
-        return self._part(RIVER, "exit layers", "river")
+        """The exit layers' packed tensors. Raises FormatError where the bundle has none, and as `backbone`."""
+        return self._checked(RIVER)
 
     @cached_property
     def adapters(self) -> "TensorStore":
-        """The classifiers' weights. Raises FormatError where the bundle has none."""
-        return self._part(ADAPTERS, "classifiers", "2dee")
+        """The classifiers' weights. Raises FormatError where the bundle has none, and as `backbone`."""
+        return self._checked(ADAPTERS)
 
     @cached_property
     def junctions(self) -> "TensorStore":
-        """Norms, adapters and routers of the exits. Raises FormatError where the bundle has none."""
-        return self._part(JUNCTIONS, "junctions", "nvium")
+        """Norms, adapters and routers of the exits. Raises FormatError where the bundle has none, and as `backbone`."""
+        return self._checked(JUNCTIONS)
 
-    def _part(self, stem: str, what: str, method: str) -> "TensorStore":
-        from .store import open_files  # noqa: PLC0415
+    def stored(self, part: str) -> "ShardedStore":
+        """One part (`BACKBONE`, `RIVER`, …) as its files have it, whatever should be in them. Headers are read once."""
+        store = self._stores.get(part)
+        if store is None:
+            store = self._stores[part] = self._open(part)
+        return store
 
-        paths = [self.path / name for name in self.weight_files(stem)]
+    def expected(self, part: str) -> "Expected":
+        """Tensors that a part must hold; nothing for one that no method of the bundle has."""
+        from . import tensors  # noqa: PLC0415 - torch
+
+        arch, methods = self.architecture, self.manifest.method
+        if part == BACKBONE:
+            # Conversion writes into config.json whether there is a head of its own: one that is gone is missed.
+            own_head = not type(arch).from_config(self.config).tied
+            return tensors.backbone_tensors(replace(arch, tied=False) if own_head else arch)
+        if part == RIVER and (river := methods(River)) is not None:
+            return tensors.river_tensors(arch, river)
+        if part == ADAPTERS and (classifiers := methods(TwoDee)) is not None:
+            return tensors.adapter_tensors(arch, classifiers)
+        if part == JUNCTIONS and (mixture := methods(Nvium)) is not None and mixture.has_tensors:
+            return tensors.junctions_expected(arch, mixture)
+        return {}
+
+    def _checked(self, part: str) -> "TensorStore":
+        from .tensors import check_present  # noqa: PLC0415 - torch
+
+        store = self.stored(part)
+        check_present(store, self.expected(part), part)
+        self.check_index(part)
+        return store
+
+    def check_index(self, part: str) -> None:
+        """Raise FormatError where the index of a part's files says something else than they do."""
+        from .store import check_index  # noqa: PLC0415
+
+        index = f"{part}.safetensors.index.json"
+        if index in self.manifest.files:
+            check_index(self.path / index, self.stored(part))
+
+    def _open(self, part: str) -> "ShardedStore":
+        from .store import open_files, open_safetensors  # noqa: PLC0415
+
+        if part == BACKBONE:
+            return open_safetensors(self.backbone_folder)
+        paths = [self.path / name for name in self.weight_files(part)]
         if not paths:
+            what, method = _PARTS[part]
             raise FormatError(f"{self.path} has no {what}", f"Convert again with --method {method}.")
         return open_files(paths)
 
@@ -169,8 +228,8 @@ def check_size(path: Path, record: FileRecord) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{path} cannot be read: {error}", "Fetch the bundle again.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be read: {error}", REPAIR) from error
     if not isinstance(data, dict):
-        raise FormatError(f"{path} is not a JSON object", "Fetch the bundle again.")
+        raise FormatError(f"{path} is not a JSON object", REPAIR)
     return data

@@ -3,20 +3,19 @@
 Everything comes from the manifest and the geometry; no tensor is read. Layers are counted from 1, sizes are bytes.
 """
 
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import UsageError
-from ..quant.layout import choose_group_size, packed_shapes
 from .architecture import Architecture
 from .bundle import ADAPTERS, BACKBONE, JUNCTIONS, RIVER, Bundle
 from .junctions import junction_tensors
 from .manifest import Manifest
 from .methods import Nvium, River, TwoDee
+from .tensors import packed_tensors
 
 _TWO_BYTES = 2  # 16-bit weights
 _RUN_TIME_ONLY_ON_DEMAND = frozenset({"g_idx"})  # trivial in what this package writes; not kept in memory
@@ -98,7 +97,7 @@ def _with_junctions(memory: Memory, architecture: Architecture, settings: Nvium 
         width=settings.router_width,
         final_adapter=settings.final_adapter,
     )
-    size = _TWO_BYTES * sum(torch.Size(shape).numel() for shape in shapes.values())
+    size = _TWO_BYTES * sum(math.prod(shape) for shape in shapes.values())
     return replace(memory, junctions=size, total=memory.total + size)
 
 
@@ -113,7 +112,7 @@ def _resident(architecture: Architecture, river: River | None, asked: int | None
 
 
 def _block_bytes(architecture: Architecture, index: int, itemsize: int) -> int:
-    return itemsize * sum(torch.Size(shape).numel() for shape in architecture.block_tensors(index).values())
+    return itemsize * sum(math.prod(shape) for shape in architecture.block_tensors(index).values())
 
 
 def _extras(architecture: Architecture, index: int, itemsize: int) -> int:
@@ -126,11 +125,9 @@ def _packed_bytes(architecture: Architecture, river: River | None, index: int) -
     if river is None:
         return 0
     return sum(
-        dtype.itemsize * torch.Size(shape).numel()
+        next(iter(dtypes)).itemsize * math.prod(shape)
         for N, K in architecture.block_matrices(index).values()
-        for name, (dtype, shape) in packed_shapes(
-            N, K, choose_group_size(K, river.group_size), river.float_zeros
-        ).items()
+        for name, (dtypes, shape) in packed_tensors(N, K, river).items()
         if name not in _RUN_TIME_ONLY_ON_DEMAND
     )
 

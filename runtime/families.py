@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import FormatError, UnsupportedError
+from .config_types import REMEDY, check_types, is_size
 from .layers import read_layers
 
 Config = Mapping[str, Any]
+_OTHER = "Convert another model, or check that the file is the one that was published."
 
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
@@ -114,7 +116,7 @@ def read_config(config: Config) -> dict[str, Any]:
     config, name, family = _select(config)
     _refuse_unknown_maths(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    head_dim = config.get("head_dim") or hidden // heads
+    head_dim = config.get("head_dim") or _head_dim(hidden, heads)
     positions = _size(config, "max_position_embeddings")
     layers, ropes = read_layers(config, family.windows, family.theta, head_dim)
     return {
@@ -149,8 +151,8 @@ def read_config(config: Config) -> dict[str, Any]:
 
 def _positive(config: Config, name: str, default: float) -> float:
     value = config.get(name, default)
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise FormatError(f"config.json has {name} = {value!r}", "Download the model again.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise FormatError(f"config.json has {name} = {value!r}, not a positive number", REMEDY)
     return float(value)
 
 
@@ -165,6 +167,7 @@ def _select(config: Config) -> tuple[dict[str, Any], str, Family]:
         raise FormatError("config.json has no model_type", "Is this the config of a language model?")
     if name not in FAMILIES:
         raise UnsupportedError(f"Model family {name!r} is not supported", f"Known: {', '.join(FAMILIES)}.")
+    check_types(config)
     family = FAMILIES[name]
     return {**family.defaults, **config}, name, family
 
@@ -173,22 +176,28 @@ def _refuse_unknown_maths(config: Config) -> None:
     for key, neutral in NEUTRAL.items():
         value = config.get(key)
         if value is not None and value != neutral:
-            raise UnsupportedError(f"config.json sets {key} = {value}, which this program does not compute")
+            raise UnsupportedError(f"config.json sets {key} = {value}, which this program does not compute", _OTHER)
     if config["model_type"] == "gemma3_text" and config.get("attn_logit_softcapping") is not None:
-        raise UnsupportedError("config.json sets attn_logit_softcapping, which Gemma 3 does not compute")
+        raise UnsupportedError("config.json sets attn_logit_softcapping, which Gemma 3 does not compute", _OTHER)
     if config["model_type"] == "phi3":
         return
     rope = config.get("rope_parameters") or {}
     partial = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
-        raise UnsupportedError(f"config.json sets partial_rotary_factor = {partial} for {config['model_type']}")
+        raise UnsupportedError(f"config.json sets partial_rotary_factor = {partial} for {config['model_type']}", _OTHER)
 
 
 def _size(config: Config, key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise FormatError(f"config.json has {key} = {value!r}, not a positive whole number", "Download it again.")
+    if not is_size(value):
+        raise FormatError(f"config.json has {key} = {value!r}, not a positive whole number", REMEDY)
     return value
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    if hidden < heads:
+        raise FormatError(f"config.json has {heads} heads for a hidden_size of {hidden}", REMEDY)
+    return hidden // heads
 
 
 def _kv_heads(config: Config, heads: int) -> int:
@@ -196,7 +205,7 @@ def _kv_heads(config: Config, heads: int) -> int:
         return heads
     kv_heads = _size(config, "num_key_value_heads")
     if heads % kv_heads:
-        raise FormatError(f"config.json has {heads} heads and {kv_heads} key-value heads, which do not divide")
+        raise FormatError(f"config.json has {heads} heads and {kv_heads} key-value heads, which do not divide", REMEDY)
     return kv_heads
 
 
@@ -219,8 +228,8 @@ def _query_scaling(config: Config, name: str) -> tuple[float, int] | None:
     beta = rope.get("llama_4_scaling_beta")
     if name != "ministral3":
         if beta:
-            raise UnsupportedError(f"config.json sets llama_4_scaling_beta for {name}")
+            raise UnsupportedError(f"config.json sets llama_4_scaling_beta for {name}", _OTHER)
         return None
     if beta is None:
-        raise FormatError("config.json has no rope_parameters with llama_4_scaling_beta", "Download it again.")
+        raise FormatError("config.json has no rope_parameters with llama_4_scaling_beta", REMEDY)
     return float(beta), int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import FormatError, UnsupportedError
+from .config_types import REMEDY
 from .rope import RopeSpec
 
 Config = Mapping[str, Any]
-MOST_LAYERS = 10_000  # more is damage, and would take its time to be found
+MOST_LAYERS = 1_000  # more is damage, and would take its time to be found
 SLIDING, FULL = "sliding_attention", "full_attention"
 SCALED = ("llama3", "yarn", "longrope")  # kinds that know the length trained before scaling
 
@@ -25,7 +26,7 @@ def read_layers(
     types = _layer_types(config, windows)
     window = _window(config, windows)
     if SLIDING in types and window is None:
-        raise FormatError("config.json has sliding layers but no sliding_window", "Download the model again.")
+        raise FormatError("config.json has sliding layers but no sliding_window", REMEDY)
     by_type = {name: _rope(config, name, theta, head_dim) for name in sorted(set(types))}
     ropes = tuple(dict.fromkeys(by_type.values()))
     rotated = _rotated(config, windows, len(types))
@@ -38,8 +39,8 @@ def read_layers(
 
 def _layer_types(config: Config, windows: str) -> list[str]:
     count = config.get("num_hidden_layers")
-    if not isinstance(count, int) or not 0 < count <= MOST_LAYERS:
-        raise FormatError(f"config.json has num_hidden_layers = {count!r}", "Download the model again.")
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MOST_LAYERS:
+        raise FormatError(f"config.json has num_hidden_layers = {count!r}", REMEDY)
     given = config.get("layer_types")
     if given is None or windows in ("none", "all"):  # transformers ignores layer_types for these families, too
         return [SLIDING if _slides(config, windows, index) else FULL for index in range(count)]
@@ -47,7 +48,7 @@ def _layer_types(config: Config, windows: str) -> list[str]:
         if name not in (SLIDING, FULL):
             raise UnsupportedError(f"Layer type {name!r} is not supported", f"Known: {FULL}, {SLIDING}.")
     if len(given) < count:
-        raise FormatError(f"config.json has {len(given)} layer_types for {count} layers", "Download it again.")
+        raise FormatError(f"config.json has {len(given)} layer_types for {count} layers", REMEDY)
     return list(given[:count])
 
 
@@ -82,6 +83,8 @@ def _rotated(config: Config, windows: str, count: int) -> list[bool]:
         return [True] * count
     given = config.get("no_rope_layers")
     if given is not None:
+        if len(given) < count:
+            raise FormatError(f"config.json has {len(given)} no_rope_layers for {count} layers", REMEDY)
         return [bool(flag) for flag in given[:count]]
     interval = config.get("no_rope_layer_interval", 4)
     return [(index + 1) % interval != 0 for index in range(count)]

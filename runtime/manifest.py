@@ -25,7 +25,7 @@ from pydantic import (
 from ..errors import FormatError, UnsupportedError
 from .method_settings import MethodSettings, Sha256
 from .methods import METHODS
-from .progress import Reporter, SilentReporter
+from .progress import Reporter
 from .tuned import Tuned
 
 MANIFEST_NAME = "adapt.json"
@@ -119,9 +119,10 @@ class SelfCheck(_Strict, frozen=True):
 def _method(value: object) -> object:
     if isinstance(value, MethodSettings):
         return value
-    if not isinstance(value, Mapping) or value.get("name") not in METHODS:
-        raise ValueError(f"unknown method {value!r}; this version knows {', '.join(sorted(METHODS))}")
-    return METHODS[value["name"]].model_validate(value)
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping) or not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; this version knows {', '.join(sorted(METHODS))}")
+    return METHODS[name].model_validate(value)
 
 
 AnyMethod = Annotated[SerializeAsAny[MethodSettings], BeforeValidator(_method)]
@@ -208,15 +209,19 @@ def loads(text: str, *, reporter: Reporter | None = None) -> Manifest:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"{MANIFEST_NAME} is not JSON: {error}", _REPAIR) from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{MANIFEST_NAME} is not JSON: {error}", REPAIR) from error
     if not isinstance(data, dict):
-        raise FormatError(f"{MANIFEST_NAME} is not a JSON object", _REPAIR)
-    _check_features(data, reporter or SilentReporter())
+        raise FormatError(f"{MANIFEST_NAME} is not a JSON object", REPAIR)
+    _check_features(data)
     try:
-        return Manifest.model_validate(data)
+        manifest = Manifest.model_validate(data)
     except ValidationError as error:
-        raise FormatError(f"{MANIFEST_NAME}: {_first(error)}", _REPAIR) from error
+        raise FormatError(f"{MANIFEST_NAME}: {_first(error)}", REPAIR) from error
+    ignored = sorted(set(manifest.optional) - KNOWN_OPTIONAL)
+    if ignored and reporter is not None:
+        reporter.warn(f"Ignored: {', '.join(ignored)} (optional parts of the bundle that this adapt does not know)")
+    return manifest
 
 
 def read_manifest(path: Path, *, reporter: Reporter | None = None) -> Manifest:
@@ -224,31 +229,25 @@ def read_manifest(path: Path, *, reporter: Reporter | None = None) -> Manifest:
     try:
         return loads(path.read_text(encoding="utf-8"), reporter=reporter)
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not UTF-8 text", _REPAIR) from error
+        raise FormatError(f"{path} is not UTF-8 text", REPAIR) from error
 
 
-_REPAIR = "Convert again, or fetch the bundle again."
+REPAIR = "Convert again, or fetch the bundle again."
 
 
-def _check_features(data: Mapping[str, Any], reporter: Reporter) -> None:
+def _check_features(data: Mapping[str, Any]) -> None:
     """Newer things first: a newer manifest need not look like ours."""
     version = data.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise FormatError(f"{MANIFEST_NAME} has no format_version", _REPAIR)
+        raise FormatError(f"{MANIFEST_NAME} has no format_version", REPAIR)
     needed = f"Install adapt-llm {data.get('needs_adapt', 'of a newer version')} or newer."
     if version > FORMAT_VERSION:
         raise UnsupportedError(f"The bundle's format is version {version}, this adapt reads {FORMAT_VERSION}", needed)
-    unknown = _unknown(data, "required", KNOWN_FEATURES)
+    required = data.get("required", [])
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    unknown = sorted(set(names) - KNOWN_FEATURES)
     if unknown:
         raise UnsupportedError(f"The bundle needs {', '.join(unknown)}, which this adapt does not have", needed)
-    ignored = _unknown(data, "optional", KNOWN_OPTIONAL)
-    if ignored:
-        reporter.warn(f"Ignored: {', '.join(ignored)} (optional parts of the bundle that this adapt does not know)")
-
-
-def _unknown(data: Mapping[str, Any], key: str, known: frozenset[str]) -> list[str]:
-    features = data.get(key, [])
-    return sorted(str(item) for item in features if item not in known) if isinstance(features, list) else []
 
 
 def _first(error: ValidationError) -> str:

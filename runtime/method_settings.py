@@ -17,6 +17,11 @@ class MethodSettings(BaseModel, frozen=True):
     model_config = ConfigDict(allow_inf_nan=False)
     name: str
 
+    def misfit(self, layers: int) -> str | None:
+        """What these settings say that a model of so many layers cannot have, in words; None: nothing."""
+        del layers
+        return None
+
 
 class TextUsed(BaseModel, frozen=True):
     """A text that conversion looked at; `name` is a file name, never a path."""

@@ -73,6 +73,12 @@ class River(MethodSettings, frozen=True):
             raise ValueError(f"resident {self.resident} drops blocks before entry_layer {self.entry_layer}")
         return self
 
+    def misfit(self, layers: int) -> str | None:
+        """Every block from the entry layer on has its exit layer, and a threshold where there are several."""
+        if self.exit_layers == tuple(range(self.entry_layer, layers + 1)):
+            return None
+        return f"exit_layers are {_span(self.exit_layers)}, the model's are {self.entry_layer} to {layers}"
+
 
 class RetentionPoint(BaseModel, frozen=True):
     """Held-out perplexity with part of the layers keeping a cache; None: not measured.
@@ -110,6 +116,11 @@ class Rcla(MethodSettings, frozen=True):
     def sources(self) -> tuple[int, ...]:
         """The map counted from 0, as `Architecture.share` takes it."""
         return tuple(source - 1 for source in self.kv_sources)
+
+    def misfit(self, layers: int) -> str | None:
+        """The map names every layer."""
+        count = len(self.kv_sources)
+        return None if count == layers else f"kv_sources has {count} layers, the model {layers}"
 
     @model_validator(mode="after")
     def _earlier_keepers(self) -> Self:
@@ -203,6 +214,11 @@ class TwoDee(MethodSettings, frozen=True):
             raise ValueError("use is '2d', but no thresholds are chosen")
         return self
 
+    def misfit(self, layers: int) -> str | None:
+        """No way to decide goes deeper than the model."""
+        named = [self.full.layer, self.chosen_one_d.layer, self.depth or 1, *(point.layer for point in self.one_d)]
+        return None if max(named) <= layers else f"a decision needs layer {max(named)}, the model has {layers}"
+
 
 class MeasuredExit(BaseModel, frozen=True):
     """One exit of a mixture on held-out text, as if it spoke alone; `layers`: blocks run before it.
@@ -256,6 +272,11 @@ class Nvium(MethodSettings, frozen=True):
     """Added to every router's logit of leaving when the bundle runs: the depth chosen after training (`tune`)."""
     training: TrainingRun | None = None
 
+    def misfit(self, layers: int) -> str | None:
+        """Junctions lie between blocks."""
+        deepest = max(self.junctions, default=0)
+        return None if deepest < layers else f"a junction lies behind block {deepest}, the model has {layers}"
+
     @property
     def has_tensors(self) -> bool:
         """Whether there is anything beside the backbone."""
@@ -272,6 +293,12 @@ class Nvium(MethodSettings, frozen=True):
         if self.final_adapter and self.trained == "routers":
             raise ValueError("the last exit of a frozen backbone has no adapter")
         return self
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    if layers == tuple(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(str(layer) for layer in layers)
 
 
 METHODS: Mapping[str, type[MethodSettings]] = MappingProxyType(

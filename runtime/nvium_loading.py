@@ -22,8 +22,8 @@ _DAMAGED = "Convert the model again, or fetch the bundle again."
 def load_nvium(bundle: Bundle, settings: NviumSettings, options: SessionOptions) -> Nvium | Dense:
     """Make the model of an N-vium bundle; a bundle whose only exit is the model's own end is a dense one.
 
-    Raises UsageError for options of other methods, FormatError for damaged junctions, points outside the stack, or
-    4-bit blocks that are not there.
+    Raises UsageError for options of other methods, FormatError for damaged junctions, or 4-bit blocks that
+    are not there.
     """
     refuse_options(bundle, options, "N-vium")
     device = resolve_device(options.device)
@@ -32,9 +32,6 @@ def load_nvium(bundle: Bundle, settings: NviumSettings, options: SessionOptions)
     river = bundle.manifest.method(River) if settings.blocks == "4bit" else None
     if settings.blocks == "4bit" and river is None:
         raise FormatError(f"{bundle.path} says that 4-bit blocks run, and has none", _DAMAGED)
-    if settings.junctions and settings.junctions[-1] >= arch.num_layers:
-        what = f"{bundle.path} has a junction after block {settings.junctions[-1]} of {arch.num_layers}"
-        raise FormatError(what, _DAMAGED)
     exits = None if river is None else (bundle.river, river)
     blocks = document_blocks(arch, bundle.backbone, exits, device=device, dtype=dtype)
     decoder = load_frame(arch, bundle.backbone, Stack(arch, blocks), device=device, dtype=dtype)

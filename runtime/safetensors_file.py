@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import FormatError
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_DAMAGED = "Download it again; of a bundle: convert again, or fetch the bundle again."
 LFS_MARK = b"version https://git-lfs"
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -58,7 +59,7 @@ class SafetensorsFile:
     """One .safetensors file, mapped into memory when its first tensor is read."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._start, header = read_header(path)
         self._entries = {name: _entry(path, name, item) for name, item in header.items() if name != "__metadata__"}
         self._mapping: tuple[mmap.mmap, Tensor] | None = None
@@ -92,13 +93,13 @@ class SafetensorsFile:
 
     def _mapped(self) -> Tensor:
         if self._mapping is None:
-            self._mapping = _map(self._path)
+            self._mapping = _map(self.path)
         return self._mapping[1]
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     """Where the data of a .safetensors file starts, and its header. Raises FormatError naming what is wrong."""
-    remedy = "Download it again."
+    remedy = _DAMAGED
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
@@ -115,7 +116,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         text = file.read(length)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path.name} is no safetensors file: its header is not JSON", remedy) from error
     if not isinstance(header, dict):
         raise FormatError(f"{path.name} is no safetensors file: its header is not a table", remedy)
@@ -136,16 +137,17 @@ def _entry(path: Path, name: str, item: Any) -> tuple[TensorInfo, int, int]:  # 
         dtype, shape, (begin, stop) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
         info = TensorInfo(tuple(map(operator.index, shape)), DTYPES[dtype])
         sound = begin >= 0 and stop - begin == info.nbytes
+        whole = all(isinstance(number, int) for number in (begin, stop)) and all(size >= 0 for size in info.shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path.name} describes {name} in a way this program cannot read", str(error)) from error
+        raise FormatError(f"{path.name} describes {name} in a way this program cannot read", _DAMAGED) from error
+    if not whole:
+        raise FormatError(f"{path.name} describes {name} in a way this program cannot read", _DAMAGED)
     if not sound:
-        raise FormatError(f"{path.name} gives {name} {stop - begin} bytes, its shape needs {info.nbytes}")
+        raise FormatError(f"{path.name} gives {name} {stop - begin} bytes, its shape needs {info.nbytes}", _DAMAGED)
     return info, begin, stop
 
 
 def _check_extent(path: Path, start: int, end: int) -> None:
     size = path.stat().st_size
     if size < start + end:
-        raise FormatError(
-            f"{path.name} is cut short: {size} bytes, its header says {start + end}", "Download it again."
-        )
+        raise FormatError(f"{path.name} is cut short: {size} bytes, its header says {start + end}", _DAMAGED)

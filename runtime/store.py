@@ -20,6 +20,7 @@ __all__ = [
     "ShardedStore",
     "TensorInfo",
     "TensorStore",
+    "check_index",
     "check_tensors",
     "is_tied",
     "open_files",
@@ -71,6 +72,14 @@ class ShardedStore:
         """See `TensorStore.release`."""
         self._files[name].release(name)
 
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor, "" for an unknown one."""
+        return self._files[name].path.name if name in self._files else ""
+
+    def files(self) -> list[str]:
+        """Names of the files that hold tensors, sorted."""
+        return sorted({file.path.name for file in self._files.values()})
+
 
 class RenamedStore:
     """Some of another store's tensors under other names: `renamed` maps the new name to the stored one."""
@@ -96,7 +105,7 @@ class RenamedStore:
         self._store.release(self._renamed[name])
 
 
-def open_safetensors(folder: Path) -> TensorStore:
+def open_safetensors(folder: Path) -> ShardedStore:
     """Open model.safetensors, or the shards that model.safetensors.index.json names, or every shard of the folder.
 
     Headers are read, data is not. Raises FormatError when a file is missing, cut short, or no safetensors file.
@@ -113,7 +122,15 @@ def open_safetensors(folder: Path) -> TensorStore:
     return open_files(paths)
 
 
-def open_files(paths: Collection[Path]) -> TensorStore:
+def check_index(index: Path, store: ShardedStore) -> None:
+    """Raise FormatError where an index does not say which file holds which tensor: other programs go by it."""
+    weights = _read_index(index)
+    wrong = sorted(name for name in weights.keys() | store.names() if weights.get(name) != store.file_of(name))
+    if wrong:
+        raise FormatError(f"{index.name} does not say where {wrong[0]} is", "Fetch the bundle again.")
+
+
+def open_files(paths: Collection[Path]) -> ShardedStore:
     """Open these files as one store; FormatError when two of them hold a tensor of one name."""
     files: dict[str, SafetensorsFile] = {}
     origin: dict[str, str] = {}
@@ -134,7 +151,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise FormatError(f"{path.name} is no index of shards", "Download it again.") from error
 
 
-def _open_indexed(folder: Path, weights: Mapping[str, str]) -> TensorStore:
+def _open_indexed(folder: Path, weights: Mapping[str, str]) -> ShardedStore:
     shards: dict[str, SafetensorsFile] = {}
     for shard in sorted(set(weights.values())):
         if Path(shard).name != shard:

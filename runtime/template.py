@@ -217,12 +217,16 @@ def _own_templates(folder: Path) -> dict[str, str]:
         if isinstance(value, str):
             templates["default"] = value
         elif isinstance(value, list):
-            templates |= {item["name"]: item["template"] for item in value if {"name", "template"} <= item.keys()}
+            templates |= {item["name"]: item["template"] for item in value if _is_named(item)}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = _read(path)
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = _read(folder / "chat_template.jinja")
     return templates
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, Mapping) and all(isinstance(item.get(key), str) for key in ("name", "template"))
 
 
 def _chosen(choice: str, own: Mapping[str, str]) -> tuple[str, str, tuple[str, ...]]:

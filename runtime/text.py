@@ -147,10 +147,10 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not valid JSON: {error}", "The file may be cut; copy it again.") from error
     if not isinstance(value, dict):
-        raise FormatError(f"{path} holds a JSON {type(value).__name__}, not an object")
+        raise FormatError(f"{path} is no JSON object", "The file may be cut; copy it again.")
     return value
 
 

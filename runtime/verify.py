@@ -4,30 +4,25 @@ Collects all problems instead of stopping at the first. Knows no exit codes; pri
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from ..errors import AdaptError
-from ..quant.layout import choose_group_size, packed_shapes
-from .adapters import adapter_shapes
-from .architecture import Architecture
-from .bundle import Bundle, check_is_bundle
-from .junctions import junction_tensors
+from .bundle import ADAPTERS, BACKBONE, JUNCTIONS, RIVER, Bundle, check_is_bundle
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
-from .methods import Nvium, River, TwoDee
 from .progress import Reporter
 from .store import TensorStore
+from .tensors import Expected, differences
 
 SelfCheck = Callable[[Bundle], Sequence[str]]
 """Runs the bundle and returns what it finds wrong."""
 
 _CHUNK = 8 << 20
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-Expected = Mapping[str, tuple[frozenset[torch.dtype], tuple[int, ...]]]
+_PARTS = MappingProxyType({BACKBONE: "backbone", RIVER: "river", ADAPTERS: "adapters", JUNCTIONS: "junctions"})
+"""What the weight files of a part are called where something is wrong with them."""
 
 
 @dataclass(frozen=True)
@@ -118,27 +113,19 @@ def _opened(
     path: Path, cache_dir: Path | None, reporter: Reporter, self_check: SelfCheck | None
 ) -> tuple[int, list[Problem]]:
     """Number of tensors, and the problems of everything that needs the bundle to be open."""
-    part = MANIFEST_NAME
+    part, tensors = MANIFEST_NAME, 0
     try:
         bundle = Bundle.open(path, cache_dir=cache_dir)
         part = "config.json"
-        architecture = bundle.architecture
+        _ = bundle.architecture
         part = "backbone"
-        problems = [*_referred(bundle, reporter), *_tensors(part, bundle.backbone, backbone_tensors(architecture))]
-        tensors = len(bundle.backbone.names())
-        if (river := bundle.manifest.method(River)) is not None:
-            part = "river"
-            problems += _tensors(part, bundle.river, river_tensors(architecture, river))
-            tensors += len(bundle.river.names())
-        if (classifiers := bundle.manifest.method(TwoDee)) is not None:
-            part = "adapters"
-            problems += _tensors(part, bundle.adapters, adapter_tensors(architecture, classifiers))
-            tensors += len(bundle.adapters.names())
-        mixture = bundle.manifest.method(Nvium)
-        if mixture is not None and mixture.has_tensors:
-            part = "junctions"
-            problems += _tensors(part, bundle.junctions, junctions_expected(architecture, mixture))
-            tensors += len(bundle.junctions.names())
+        problems = list(_referred(bundle, reporter))
+        for stem, part in _PARTS.items():
+            expected = bundle.expected(stem)
+            if expected:
+                store = bundle.stored(stem)
+                problems += _tensors(part, store, expected) or _index(bundle, stem, part)
+                tensors += len(store.names())
         if self_check is not None and not problems:
             part = "self-check"
             problems += [Problem(part, what) for what in self_check(bundle)]
@@ -156,54 +143,14 @@ def _referred(bundle: Bundle, reporter: Reporter) -> Iterator[Problem]:
             task.advance(record.bytes)
 
 
-def backbone_tensors(architecture: Architecture) -> Expected:
-    """What the backbone must hold: name -> (dtypes allowed, shape)."""
-    return {name: (_FLOATS, shape) for name, shape in architecture.tensors().items()}
+def _tensors(part: str, store: TensorStore, expected: Expected) -> list[Problem]:
+    foreign = [Problem(part, f"{name} does not belong here") for name in sorted(set(store.names()) - expected.keys())]
+    return [*foreign, *(Problem(part, f"{name} {what}") for name, what in differences(store, expected))]
 
 
-def river_tensors(architecture: Architecture, river: River) -> Expected:
-    """What the exit layers must hold: name -> (dtypes allowed, shape)."""
-    expected: dict[str, tuple[frozenset[torch.dtype], tuple[int, ...]]] = {}
-    for layer in river.exit_layers:
-        for name, (N, K) in architecture.block_matrices(layer - 1).items():
-            size = choose_group_size(K, river.group_size)
-            for suffix, (dtype, shape) in packed_shapes(N, K, size, river.float_zeros).items():
-                expected[f"{name.removesuffix('weight')}{suffix}"] = (frozenset({dtype}), shape)
-    return expected
-
-
-def adapter_tensors(architecture: Architecture, settings: TwoDee) -> Expected:
-    """What the classifiers must hold: name -> (dtypes allowed, shape)."""
-    shapes = adapter_shapes(
-        architecture.num_layers,
-        inputs=architecture.hidden_size,
-        width=settings.hidden,
-        classes=len(settings.labels),
-    )
-    return {name: (frozenset({torch.float32}), shape) for name, shape in shapes.items()}
-
-
-def junctions_expected(architecture: Architecture, settings: Nvium) -> Expected:
-    """What the junctions must hold: name -> (dtypes allowed, shape)."""
-    shapes = junction_tensors(
-        architecture,
-        len(settings.junctions),
-        width=settings.router_width,
-        final_adapter=settings.final_adapter,
-    )
-    return {name: (frozenset({torch.float32}), shape) for name, shape in shapes.items()}
-
-
-def _tensors(part: str, store: TensorStore, expected: Expected) -> Iterator[Problem]:
-    names = set(store.names())
-    for name in sorted(expected.keys() - names):
-        yield Problem(part, f"{name} is missing")
-    for name in sorted(names - expected.keys()):
-        yield Problem(part, f"{name} does not belong here")
-    for name in sorted(expected.keys() & names):
-        info, (dtypes, shape) = store.info(name), expected[name]
-        if tuple(info.shape) != shape:
-            yield Problem(part, f"{name} has shape {tuple(info.shape)}, not {shape}")
-        elif info.dtype not in dtypes:
-            allowed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            yield Problem(part, f"{name} is {str(info.dtype).removeprefix('torch.')}, not {allowed}")
+def _index(bundle: Bundle, stem: str, part: str) -> list[Problem]:
+    try:
+        bundle.check_index(stem)
+    except AdaptError as error:
+        return [Problem(part, str(error))]
+    return []

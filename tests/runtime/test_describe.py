@@ -12,7 +12,7 @@ from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.describe import describe, licence, resident_memory
 from adapt_llm.runtime.store import open_safetensors
-from adapt_llm.runtime.verify import river_tensors
+from adapt_llm.runtime.tensors import river_tensors
 
 GIB = 1 << 30
 

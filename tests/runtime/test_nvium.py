@@ -267,7 +267,10 @@ def test_verify_says_what_is_wrong_with_junctions(bundle: Path, factory: ModuleT
 
 @pytest.mark.parametrize(
     ("points", "changes", "message"),
-    [((1, 4), {}, "a junction after block 4 of 4"), ((1, 3), {"blocks": "4bit"}, "4-bit blocks run, and has none")],
+    [
+        ((1, 4), {}, "a junction lies behind block 4, the model has 4"),
+        ((1, 3), {"blocks": "4bit"}, "4-bit blocks run, and has none"),
+    ],
 )
 def test_settings_that_do_not_fit_the_bundle_are_refused(
     bundle: Path, factory: ModuleType, points: tuple[int, ...], changes: dict, message: str

@@ -241,7 +241,7 @@ def test_defects_are_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     write(tmp_path)
     (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(FormatError, match="list, not an object"):
+    with pytest.raises(FormatError, match="is no JSON object"):
         Tokenizer.load(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(FormatError, match="not valid JSON"):

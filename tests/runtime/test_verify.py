@@ -15,7 +15,8 @@ from adapt_llm.errors import UsageError
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.bundle import Bundle
 from adapt_llm.runtime.progress import SilentReporter
-from adapt_llm.runtime.verify import Verdict, river_tensors, verify
+from adapt_llm.runtime.tensors import river_tensors
+from adapt_llm.runtime.verify import Verdict, verify
 
 RIVER = "river-00001-of-00001.safetensors"
 QUIET = SilentReporter()
