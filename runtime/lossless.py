@@ -20,7 +20,7 @@ from .drafting import Costs, Pace
 from .generate import StepOutput
 from .options import LONGEST_DRAFT
 from .river import River
-from .sampling import Sampler
+from .sampling import Sampler, argmax
 from .stack import run_layers
 
 
@@ -148,7 +148,7 @@ class LosslessRiver:
         look_ahead = None if sampler is None else sampler.copy()
         while len(tokens) < limit and pace.more(confidences):
             logits = self._river(drafter, tokens[-1] if tokens else token, cache)
-            tokens.append(int(logits.argmax()) if look_ahead is None else look_ahead(logits))
+            tokens.append(argmax(logits) if look_ahead is None else look_ahead(logits))
             temperature = 1.0 if sampler is None else sampler.sampling.temperature or 1.0
             confidences.append(float((logits / temperature).softmax(-1)[tokens[-1]]))
         if tokens:

@@ -43,6 +43,10 @@ def argmax(logits: Tensor) -> int:
         AdaptError: the greatest is NaN or infinite.
 
     """
+    if native_draw.fits(logits):
+        token = native_draw.greatest(logits)
+        if token >= 0:  # otherwise the logits are refused below
+            return token
     return int((logits == _greatest(logits)).nonzero()[0])
 
 

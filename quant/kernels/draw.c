@@ -108,15 +108,37 @@ ALWAYS_INLINE int64_t choose(Law *law, double uniform, double *sums) {
     return find(law, last * DRAW_BLOCK, INFINITY);
 }
 
+/* The first of the greatest; -1 where that is not finite or one is NaN. */
+ALWAYS_INLINE int64_t first_greatest(const float *x, int64_t count) {
+    float most = greatest_of(x, count);
+    int64_t found = -1;
+    if (!(most - most == 0)) return -1;
+    for (int64_t first = 0; first < count; first += DRAW_BLOCK) {
+        int64_t size = count - first < DRAW_BLOCK ? count - first : DRAW_BLOCK;
+        int equal = 0, wrong = 0;
+        for (int64_t i = 0; i < size; i++) equal |= x[first + i] == most, wrong |= x[first + i] != x[first + i];
+        if (wrong) return -1;
+        for (int64_t i = 0; found < 0 && equal && i < size; i++)
+            if (x[first + i] == most) found = first + i;
+    }
+    return found;
+}
+
+static int64_t greatest_plain(const float *x, int64_t count) { return first_greatest(x, count); }
+
 static int64_t choose_plain(Law *law, double uniform, double *sums) { return choose(law, uniform, sums); }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 __attribute__((target("avx2,fma"))) static int64_t choose_wide(Law *law, double uniform, double *sums) {
     return choose(law, uniform, sums);
 }
+__attribute__((target("avx2,fma"))) static int64_t greatest_wide(const float *x, int64_t count) {
+    return first_greatest(x, count);
+}
 static int can_be_wide(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 #define choose_wide choose_plain
+#define greatest_wide greatest_plain
 static int can_be_wide(void) { return 0; }
 #endif
 
@@ -135,5 +157,18 @@ PyObject *adapt_draw(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     token = a[0] && can_be_wide() ? choose_wide(&law, uniform, sums) : choose_plain(&law, uniform, sums);
     Py_END_ALLOW_THREADS
     free(sums);
+    return PyLong_FromLongLong(token);
+}
+
+/* greatest(wide, logits, count) -> token, or -1 */
+PyObject *adapt_greatest(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[3];
+    (void)self;
+    if (!adapt_read_all(args, count, a, 3, 0, "greatest(wide, logits, count)")) return NULL;
+    const float *logits = adapt_pointer(a[1]);
+    int64_t token;
+    Py_BEGIN_ALLOW_THREADS
+    token = a[0] && can_be_wide() ? greatest_wide(logits, a[2]) : greatest_plain(logits, a[2]);
+    Py_END_ALLOW_THREADS
     return PyLong_FromLongLong(token);
 }

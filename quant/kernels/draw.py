@@ -1,4 +1,5 @@
-"""One token drawn from logits in one call: softmax in float64, inverted. Knows no filters and keeps no randomness."""
+"""One token from logits in one call: drawn (softmax in float64, inverted), or the greatest. Knows no filters and keeps no
+randomness."""
 
 from functools import cache
 
@@ -9,7 +10,7 @@ from . import native
 
 
 def fits(logits: Tensor) -> bool:
-    """Whether `draw` takes these: contiguous float32 [V] on the CPU, and there is a native module."""
+    """Whether the calls below take these: contiguous float32 [V] on the CPU, and there is a native module."""
     plain = logits.dtype is torch.float32 and logits.is_cpu and logits.dim() == 1 and logits.is_contiguous()
     return plain and logits.shape[0] > 0 and native.available()
 
@@ -21,6 +22,12 @@ def draw(logits: Tensor, temperature: float, uniform: float, *, wide: bool | Non
     """
     choice = _wide() if wide is None else wide
     return native.library().module.draw(choice, logits.data_ptr(), logits.shape[0], temperature, uniform)
+
+
+def greatest(logits: Tensor, *, wide: bool | None = None) -> int:
+    """Index of the greatest, the lowest one on ties; -1 where it is not finite, or one is NaN. `logits` must fit."""
+    choice = _wide() if wide is None else wide
+    return native.library().module.greatest(choice, logits.data_ptr(), logits.shape[0])
 
 
 @cache

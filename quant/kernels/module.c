@@ -139,6 +139,7 @@ static PyMethodDef methods[] = {
     {"look", (PyCFunction)(void (*)(void))adapt_look, METH_FASTCALL, "rows normed, and the score of each"},
     {"adapter", (PyCFunction)(void (*)(void))adapt_adapter, METH_FASTCALL, "rows and what two products add to them"},
     {"draw", (PyCFunction)(void (*)(void))adapt_draw, METH_FASTCALL, "a token drawn from logits"},
+    {"greatest", (PyCFunction)(void (*)(void))adapt_greatest, METH_FASTCALL, "the first of the greatest logits"},
     {"names", names, METH_NOARGS, "instruction sets, best first"},
     {NULL, NULL, 0, NULL},
 };

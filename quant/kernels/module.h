@@ -38,6 +38,7 @@ PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_draw(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_greatest(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_look(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_adapter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 

@@ -73,3 +73,23 @@ def test_what_fits() -> None:
     assert not draw.fits(torch.zeros(1, 3))
     assert not draw.fits(torch.zeros(3).double())
     assert not draw.fits(torch.zeros(6)[::2])
+
+
+@WIDTHS
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_the_first_of_the_greatest(wide: bool, data: st.DataObject) -> None:
+    """Ties at any distance, infinities below; a NaN anywhere, or no finite maximum, is no token."""
+    count = data.draw(st.sampled_from([1, 2, 15, 16, 17, 511, 512, 513, 1500, 4096]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randn(count, generator=generator)
+    logits[torch.rand(count, generator=generator) < 0.3] = -math.inf
+    places = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4))
+    logits[places] = 9.0
+    assert draw.greatest(logits, wide=wide) == min(places)
+    wrong = data.draw(st.integers(0, count - 1))
+    for value in (math.nan, math.inf):
+        spoilt = logits.clone()
+        spoilt[wrong] = value
+        assert draw.greatest(spoilt, wide=wide) == -1
+    assert draw.greatest(torch.full((count,), -math.inf), wide=wide) == -1
