@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..quant.kernels import small
+
 ALWAYS = -2.0
 """A threshold below every cosine."""
 HELD = 1
@@ -37,6 +39,8 @@ class ExitPolicy(Protocol):
 
 def cosine(before: Tensor, after: Tensor) -> Tensor:
     """Return the cosine of the angle between the two residual streams, float32 [B, S] (River eq. 1)."""
+    if small.cosines_fit(before, after):
+        return small.cosines(before, after)
     return torch.cosine_similarity(before.float(), after.float(), dim=-1)
 
 
@@ -69,7 +73,7 @@ class CosineExit:
 
     def all_leave(self, layer: int, before: Tensor, after: Tensor) -> bool:
         """See `ExitPolicy.all_leave`."""
-        return self.asks(layer) and bool(cosine(before, after).min() > self.thresholds[layer - 1])
+        return self.asks(layer) and float(cosine(before, after).min()) > self.thresholds[layer - 1]
 
     def asks(self, layer: int) -> bool:
         """See `ExitPolicy.asks`."""

@@ -1,5 +1,7 @@
-"""One token from logits in one call: drawn (softmax in float64, inverted), or the greatest. Knows no filters and keeps no
-randomness."""
+"""One token from logits in one call: drawn (softmax in float64, inverted), or the greatest.
+
+Knows no filters and keeps no randomness.
+"""
 
 from functools import cache
 

@@ -133,6 +133,7 @@ static PyMethodDef methods[] = {
     {"int8", (PyCFunction)(void (*)(void))adapt_int8, METH_FASTCALL, "an 8-bit matrix times bf16 rows"},
     {"rms_norm", (PyCFunction)(void (*)(void))adapt_rms_norm, METH_FASTCALL, "RMS norm of bf16 rows"},
     {"gated", (PyCFunction)(void (*)(void))adapt_gated, METH_FASTCALL, "activation(gate) * up of bf16 rows"},
+    {"cosines", (PyCFunction)(void (*)(void))adapt_cosines, METH_FASTCALL, "cosines of the angles between bf16 rows"},
     {"attend_rows", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "tokens into the cache, and their attention"},
     {"dequantize", (PyCFunction)(void (*)(void))adapt_dequantize, METH_FASTCALL, "rows of a packed 4-bit matrix as fp32"},
     {"chain", (PyCFunction)(void (*)(void))adapt_chain, METH_FASTCALL, "decoder blocks, one behind the other"},

@@ -33,6 +33,7 @@ const Isa *adapt_find_isa(long long index);
 /* Functions of the module that rows.c, int8.c, chain.c, exits.c and draw.c give; METH_FASTCALL. */
 PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_cosines(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -238,7 +238,7 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "greatest"):
+    if not hasattr(module, "cosines"):
         return "the C module was built from an older source: install the package again"
     isas = {name: index for index, name in enumerate(module.names()) if name is not None}
     team, size = _torch_team()

@@ -19,6 +19,32 @@ PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+enum { LANES64 = 8 }; /* sums beside each other: an order of additions that vectors keep too */
+
+static double product(const uint16_t *x, const uint16_t *y, int64_t D) {
+    double sums[LANES64] = {0}, total = 0;
+    int64_t d = 0;
+    for (; d + LANES64 <= D; d += LANES64)
+        for (int i = 0; i < LANES64; i++) sums[i] += (double)bf16_to_float(x[d + i]) * bf16_to_float(y[d + i]);
+    for (; d < D; d++) total += (double)bf16_to_float(x[d]) * bf16_to_float(y[d]);
+    for (int i = 0; i < LANES64; i++) total += sums[i];
+    return total;
+}
+
+/* cosines(x, y, out, rows, D): float32 [rows]; like torch's, each length is 1e-8 at least. */
+PyObject *adapt_cosines(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[5];
+    (void)self;
+    if (!adapt_read_all(args, count, a, 5, 0, "cosines(x, y, out, rows, D)")) return NULL;
+    const uint16_t *x = adapt_pointer(a[0]), *y = adapt_pointer(a[1]);
+    float *out = (float *)(uintptr_t)a[2];
+    for (int64_t m = 0; m < a[3]; m++, x += a[4], y += a[4]) {
+        double size = fmax(sqrt(product(x, x, a[4])), 1e-8) * fmax(sqrt(product(y, y, a[4])), 1e-8);
+        out[m] = (float)(product(x, y, a[4]) / size);
+    }
+    Py_RETURN_NONE;
+}
+
 /* gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride) */
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[9];

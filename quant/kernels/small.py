@@ -30,6 +30,20 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(_checked()) if native.available() else ()
 
 
+def cosines_fit(x: Tensor, y: Tensor) -> bool:
+    """Whether `cosines` takes these: at most `MAX_ROWS` contiguous bf16 rows on the CPU, of one shape; no gradients."""
+    plain = x.dtype is y.dtype is torch.bfloat16 and x.is_cpu and y.is_cpu and x.shape == y.shape and x.shape[-1] > 0
+    few = plain and x.numel() <= MAX_ROWS * x.shape[-1] and x.is_contiguous() and y.is_contiguous()
+    return few and not (x.requires_grad or y.requires_grad) and native.available()
+
+
+def cosines(x: Tensor, y: Tensor) -> Tensor:
+    """Cosines of the angles between rows of x and y [..., D], which must fit: float32 [...], from sums in float64."""
+    out = torch.empty(x.shape[:-1])
+    native.library().module.cosines(x.data_ptr(), y.data_ptr(), out.data_ptr(), out.numel(), x.shape[-1])
+    return out
+
+
 class RowNorm:
     """x / rms(x) * factor in fp32, rounded to bf16 once. `factor` float32 [D]."""
 

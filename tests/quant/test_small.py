@@ -97,6 +97,26 @@ def attention(
     close(got, expected, noise=0.01 if normed else 1e-5)  # queries are rounded once more behind a norm
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 64), width=st.integers(1, 200), seed=st.integers(0, 99), size=st.sampled_from([1e-6, 1.0, 1e6])
+)
+def test_cosines(rows: int, width: int, seed: int, size: float) -> None:
+    x = normal(1, rows, width, seed=seed) * size
+    y = (x + normal(1, rows, width, seed=seed + 1) * 0.1 * size).bfloat16()
+    y[0, 0], x[0, -1] = 0, -y[0, -1]
+    assert small.cosines_fit(x, y)
+    expected = torch.cosine_similarity(x.double(), y.double(), dim=-1)
+    torch.testing.assert_close(small.cosines(x, y).double(), expected, rtol=0, atol=1e-7)
+
+
+def test_cosines_that_do_not_fit() -> None:
+    x = normal(1, 65, 8)
+    odd = (x, x), (x[:, :3], x[:, :4]), (x[:, :3].float(), x[:, :3].float()), (x[:, ::30], x[:, ::30])
+    assert not any(small.cosines_fit(*pair) for pair in odd)
+    assert not small.cosines_fit(x[:, :1].clone().requires_grad_(), x[:, :1])
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
 @pytest.mark.parametrize("width", [8, 12, 64, 96, 256])
