@@ -84,9 +84,7 @@ def racing(
     temperature: Annotated[
         float, typer.Option("--temperature", "--temp", min=0, metavar="X", rich_help_panel=SAMPLING, help="0: greedy.")
     ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", max=1, metavar="X", rich_help_panel=SAMPLING, help="As in run.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", metavar="X", rich_help_panel=SAMPLING, help="As in run.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", min=0, metavar="N", rich_help_panel=SAMPLING, help="As in run.")] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", rich_help_panel=SAMPLING, help="As in run.")] = 0,
 ) -> Racing:

@@ -13,7 +13,7 @@ from . import failures, services
 from .chat_commands import Chat, execute, is_command
 from .chat_input import Lines, open_lines, read_turn
 from .console import make_reporter
-from .generation import Choices, Raw, Stats, System, report, sampling
+from .generation import Choices, Raw, Stats, System, check_template, report, sampling
 from .groups import Group
 from .options import opening
 
@@ -47,6 +47,7 @@ def command(
     if services.twodee(bundle) is not None:
         hint = "Label texts with `adapt run`, or talk to a bundle of another method"
         raise UsageError(f"{bundle} classifies (2dee); it does not talk", hint)
+    check_template(settings["chat_template"], system=system, raw=raw)
     services.generation_options(choices)  # refuse impossible values before the model is loaded
     session = services.open_session(bundle, settings, reporter)
     conversation = session.chat(system, raw=raw)

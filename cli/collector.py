@@ -1,4 +1,4 @@
-"""When Python looks for garbage cycles: not while torch is imported, nor as the program ends.
+"""While torch is imported: no search for garbage cycles, and no Ctrl-C in its midst. Nor a search as the program ends.
 
 Importing torch takes longer than everything else before the first token, and makes some 200,000 objects that stay.
 Meanwhile the collector looks through them again and again, later in each of its full passes, and several times as
@@ -6,17 +6,51 @@ the interpreter ends. It finds nothing there.
 """
 
 import gc
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from types import FrameType
 
 
 def import_torch(threads: int | None = None) -> None:
     """Import torch, and set how many threads it computes with."""
-    with nullcontext() if "torch" in sys.modules else uncollected():
-        import torch  # noqa: PLC0415
+    if "torch" not in sys.modules:
+        with uninterrupted(), uncollected():
+            import torch  # noqa: PLC0415
     if threads is not None:
+        import torch  # noqa: PLC0415
+
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let a Ctrl-C wait for the end: C++ that calls Python meanwhile loses it, or ends the program by abort.
+
+    A second one is not waited for. Outside of the main thread, and where it is ignored, there is nothing to
+    hold back.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield
+        return
+    pressed: list[int] = []
+
+    def hold(number: int, _: FrameType | None) -> None:
+        if pressed:
+            os._exit(128 + number)
+        pressed.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

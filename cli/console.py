@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.progress import Reporter, SilentReporter, Task
 from .state import State
+from .writing import check_place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +23,12 @@ PLAIN_INTERVAL = 30.0
 
 
 def make_reporter(state: State) -> Reporter:
-    """Return the reporter for this terminal (or log, or pipe) and these options."""
+    """Return the reporter for this terminal (or log, or pipe) and these options.
+
+    Raises UsageError for a log file that cannot be one.
+    """
+    if state.log_file is not None:
+        check_place(state.log_file)
     if state.quiet:
         inner: Reporter = SilentReporter()
     elif state.progress and sys.stderr.isatty():

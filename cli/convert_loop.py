@@ -38,7 +38,8 @@ def training_options(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", rich_help_panel=TRAINING, help="Of every draw (default: 0).")
+        int | None,
+        typer.Option("--seed", min=0, metavar="N", rich_help_panel=TRAINING, help="Of every draw (default: 0)."),
     ] = None,
 ) -> dict[str, Any]:
     """Read the options of the methods that train."""

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from ..errors import UsageError
+from .classification import spelling
 
 TAKES = {
     "river": ("river",),
@@ -14,6 +15,14 @@ TAKES = {
     "nvium": ("training", "loop", "nvium"),
 }
 """Method -> the groups of options that are its own."""
+EXCLUDE_EACH_OTHER = (
+    ("tau", "max_loss"),
+    ("river_from", "quantizer"),
+    ("river_from", "symmetric"),
+    ("river_from", "group_size"),
+    ("validation", "validation_share"),
+)
+"""Options of one method that say the same thing twice, or one of which leaves nothing for the other to say."""
 MAY_BE_UNTRAINED = ("rcla",)
 TRAINS = (
     *("steps", "learning_rate", "lora", "cross_prob", "cross_draw", "plain_passes", "distill"),
@@ -35,6 +44,9 @@ def settings_of(
             if name not in taken and name in given:
                 owners = _listed([owner for owner, names in TAKES.items() if group in names])
                 raise UsageError(f"{given[name]} is for {owners}, not for {method}", "Leave it out")
+    for one, other in EXCLUDE_EACH_OTHER:
+        if one in given and other in given:
+            raise UsageError(f"{given[one]} and {given[other]} exclude each other", "Leave one of them out")
     if untrained:
         _check_untrained(method, given)
     chosen = {name: value for group in TAKES[method] for name, value in groups[group].items()}
@@ -47,7 +59,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _flags(ctx: typer.Context) -> dict[str, str]:
-    return {param.name: max(param.opts, key=len) for param in ctx.command.params if param.name is not None}
+    return {param.name: spelling(param, ctx.params.get(param.name)) for param in ctx.command.params if param.name}
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:

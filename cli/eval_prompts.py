@@ -51,6 +51,13 @@ class PromptsRequest(RowsRequest):
                 yield replace(row, number=number, fields=_kept(row))
 
 
+def check_chat(template: str | None, *, system: str | None, chat: bool) -> None:
+    """Refuse what means nothing without --apply-chat-template. Raises UsageError."""
+    for flag, value in (("--system", system), ("--chat-template", template)):
+        if value is not None and not chat:
+            raise UsageError(f"{flag} is for prompts in a chat template", "Add --apply-chat-template")
+
+
 def _kept(row: Row) -> dict[str, object]:
     kept: dict[str, object] = {"task_id": row.fields.get("task_id", row.number)}
     return kept if row.content is None else {**kept, "prompt": row.content}
@@ -68,8 +75,7 @@ def complete_prompts(
     """Complete and write. `settings` are the fields of SessionOptions; the exit code is 3 when some rows failed."""
     if services.twodee(bundle) is not None:
         raise UsageError(f"{bundle} classifies; prompts need a bundle that generates", "Measure it with --labels FILE")
-    if system is not None and not request.chat:
-        raise UsageError("A system text needs a chat template", "Add --apply-chat-template")
+    check_chat(settings["chat_template"], system=system, chat=request.chat)
     stops = (*choices.stop, *CODE_STOPS) if request.code else choices.stop
     choices = replace(choices, max_tokens=choices.max_tokens or MAX_TOKENS, stop=stops)
     how: dict[str, Any] = {"system": system, "raw": not request.chat, "batch_size": request.batch_size}

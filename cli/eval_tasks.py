@@ -9,6 +9,7 @@ from ..errors import UsageError
 from ..runtime.progress import Reporter
 from . import services
 from .charts import histogram
+from .eval_prompts import check_chat
 from .outputs import Outputs, head
 from .tables import aligned, markdown
 
@@ -55,6 +56,7 @@ def evaluate_tasks(
     if services.twodee(bundle) is not None:
         raise UsageError(f"{bundle} classifies; tasks need a bundle that generates", "Measure it with --labels FILE")
     request.check()
+    check_chat(settings["chat_template"], system=request.system, chat=request.chat)
     outputs.check()
     found = services.task_quality(bundle, request, settings, reporter)
     result = {"bundle": bundle.name, **found, "machine": services.machine()}

@@ -55,6 +55,13 @@ def _integer_or_none(text: str) -> int | None:
     return None if text.lower() in {"", "none"} else int(text)
 
 
+def _seed(text: str) -> int | None:
+    number = _integer_or_none(text)
+    if number is not None and number < -1:
+        raise ValueError(text)
+    return number
+
+
 def _stops(text: str) -> tuple[str, ...]:
     return (text.replace("\\n", "\n"),) if text else ()
 
@@ -79,7 +86,7 @@ _READERS = {
     "top_k": int,
     "min_p": float,
     "repetition_penalty": float,
-    "seed": _integer_or_none,
+    "seed": _seed,
     "stop": _stops,
     "ignore_eos": _switch,
 }
@@ -112,7 +119,10 @@ def sampling(
     top_p: Annotated[
         float,
         typer.Option(
-            "--top-p", max=1, metavar="X", rich_help_panel=SAMPLING, help="Smallest set with this probability."
+            "--top-p",
+            metavar="X",
+            rich_help_panel=SAMPLING,
+            help="Smallest set with this probability, above 0 and at most 1.",
         ),
     ] = 1.0,
     top_k: Annotated[
@@ -136,13 +146,17 @@ def sampling(
             "--repeat-penalty",
             metavar="X",
             rich_help_panel=SAMPLING,
-            help="Above 1: tokens that were there already become less probable.",
+            help="Above 0. Above 1: tokens that were there already become less probable.",
         ),
     ] = 1.0,
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed", metavar="N", rich_help_panel=SAMPLING, help="Same seed, same text (-1: another each time)."
+            "--seed",
+            min=-1,
+            metavar="N",
+            rich_help_panel=SAMPLING,
+            help="Same seed, same text (-1: another each time).",
         ),
     ] = None,
     stop: Annotated[
@@ -159,7 +173,9 @@ def sampling(
         bool, typer.Option("--ignore-eos", rich_help_panel=SAMPLING, help="Go on past the model's own end.")
     ] = False,
 ) -> Choices:
-    """Read the sampling options."""
+    """Read the sampling options. Raises UsageError."""
+    if greedy and temperature:
+        raise UsageError(f"--greedy and --temperature {temperature:g} exclude each other", "Leave one of them out")
     return Choices(
         max_tokens=max_tokens,
         temperature=0.0 if greedy else temperature,
@@ -181,6 +197,13 @@ Raw = Annotated[
     bool, typer.Option("--raw", "--no-chat-template", help="Continue the text as it is, without the chat template.")
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Speed, depth and memory on stderr at the end.")]
+
+
+def check_template(template: str | None, *, system: str | None, raw: bool, flag: str = "--raw") -> None:
+    """Refuse what only a chat template gives a meaning where `flag` says that there is none. Raises UsageError."""
+    given = [name for name, value in (("--chat-template", template), ("--system", system)) if value is not None]
+    if raw and given:
+        raise UsageError(f"{flag} uses no chat template, which {given[0]} is for", "Leave one of them out")
 
 
 def figures(stats: "GenerationStats") -> Mapping[str, object]:

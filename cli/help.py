@@ -16,6 +16,7 @@ Exit codes:
     5  not enough memory or disk
   130  stopped with Ctrl-C
   141  whoever read the output closed it (`adapt run … | head`)
+  143  stopped with SIGTERM (`kill`): what was begun goes on as after Ctrl-C
 """
 
 ENVIRONMENT = """\

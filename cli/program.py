@@ -5,7 +5,9 @@ Help, completion and errors of usage import nothing but Typer and that one modul
 takes twice the time of everything else here.
 """
 
+import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -14,11 +16,13 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..errors import UsageError
 from . import failures, options
 from .groups import flattened
 from .state import State
 
 NAME = "adapt"
+NARROW = 52
 
 
 def _title(text: str) -> str:
@@ -31,6 +35,26 @@ def _build(function: Callable[..., None], name: str | None = None, epilog: str |
     single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     single.command(name, cls=Command, epilog=epilog)(flattened(function))
     return typer.main.get_command(single)
+
+
+def _finite(then: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make a callback that refuses `nan` and `inf`, which Python takes for numbers and no range keeps out."""
+
+    def check(ctx: Any, param: Any, value: Any) -> Any:  # noqa: ANN401 - Typer's types moved between versions
+        if isinstance(value, float) and not math.isfinite(value):
+            flag = next((name for name in param.opts if name.startswith("--")), param.opts[0])
+            raise UsageError(f"{flag} {value} is not a finite number", f"Try '{ctx.command_path} --help'")
+        return value if then is None else then(ctx, param, value)
+
+    return check
+
+
+def _narrowed(ctx: Any) -> Any:  # noqa: ANN401 - as above
+    """Let a page be narrower than the 50 columns that are otherwise the least."""
+    columns = shutil.get_terminal_size().columns
+    if columns < NARROW:
+        ctx.terminal_width = max(columns - 1, 20)
+    return ctx
 
 
 class Command(TyperCommand):
@@ -48,7 +72,11 @@ class Command(TyperCommand):
             if not records:
                 continue
             with formatter.section(_title(title)):
-                formatter.write_dl(records)
+                formatter.write_dl(records, col_max=min(30, formatter.width // 2))
+
+    def get_help(self, ctx: Any) -> str:  # noqa: ANN401 - as above
+        """Return the help page, as narrow as the terminal."""
+        return super().get_help(_narrowed(ctx))
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - as above
         """Write the examples line by line."""
@@ -76,6 +104,10 @@ class Program(TyperGroup):
                 param.default = False
         return params
 
+    def get_help(self, ctx: Any) -> str:  # noqa: ANN401 - as above
+        """Return the help page, as narrow as the terminal."""
+        return super().get_help(_narrowed(ctx))
+
     def load(self, name: str) -> Any:  # noqa: ANN401 - a click command of Typer's own
         """Import a command's module and build the command."""
         module = import_module(f".{name.replace('-', '_')}", __package__)
@@ -83,6 +115,9 @@ class Program(TyperGroup):
         for param in _build(options.shared).params:
             param.expose_value = False  # not an argument of the command's function
             command.params.append(param)
+        for param in command.params:
+            if param.param_type_name == "option":
+                param.callback = _finite(param.callback)
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - as above

@@ -28,7 +28,7 @@ def read_file(path: Path) -> str:
     if path.is_dir():
         raise UsageError(f"{path} is a folder", "-f takes a text file")
     if not path.exists():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file", "-f takes a text file")
     return _text(path.read_bytes(), str(path))
 
 

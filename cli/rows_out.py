@@ -266,7 +266,6 @@ def _find(path: Path, rows: Iterator[Row], mark: Mark, place: int, *, skipping: 
 
 def open_output(path: Path, *, keep: int) -> BinaryIO:
     """Open an output file for writing after its first `keep` bytes; the rest, a torn row, is cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
     if path.is_file():  # a pipe or a device has nothing to cut
         stream.truncate(keep)

@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..runtime.rows import Shard
 from . import services
 from .classification import CLASSIFICATION, GENERATION, Asked, choose, classification, refuse
-from .generation import Choices, Raw, Stats, System, sampling
+from .generation import Choices, Raw, Stats, System, check_template, sampling
 from .groups import Group
 from .options import ROWS, Force, Json, opening
 from .prompts import STDIN, piped, single_prompt
@@ -140,6 +140,7 @@ def command(
             request = replace(request, inputs=[STDIN], form=request.form or _form_of_lines(request, as_json=as_json))
     else:
         refuse(ctx, CLASSIFICATION, f"is for bundles that classify (2dee); {path} generates")
+        check_template(settings["chat_template"], system=system, raw=raw)
         if choices.max_tokens is None:
             choices = replace(choices, max_tokens=MAX_TOKENS)
         run = Run(
@@ -173,6 +174,12 @@ class Source:
         """Return the request with the files after -i. Raises UsageError for a prompt besides."""
         if self.prompt is not None or self.file is not None:
             raise UsageError("-i brings its own prompts", "Leave out -p and -f")
+        for name in self.texts:
+            if name != STDIN and not Path(name).exists():
+                hint = "After -i, arguments are more input files, and a row brings its own prompt"
+                raise UsageError(f"{name}: no such file", hint)
+        if as_json and request.form in {"text", "csv", "tsv"}:
+            raise UsageError(f"--json and --format {request.form} exclude each other", "Leave one of them out")
         form = "jsonl" if as_json or request.form == "json" else request.form
         return replace(request, inputs=[*request.inputs, *self.texts], form=form)
 

@@ -151,7 +151,7 @@ class Classify:
         request.check()
         job = RowsJob.prepare(request, COLUMNS, self.reporter.warn, cells=CELLS)
         if request.resume and job.finished():
-            self.reporter.note(f"{job.done.rows} rows are there; nothing is left to do")
+            self.reporter.note(job.nothing_left())
             self._end(job.done.failed)
             return
         classifier, totals = self._open(), Totals()

@@ -142,7 +142,7 @@ class Run:
         services.generation_options(self.choices)  # refuse impossible values before any row
         job = RowsJob.prepare(request, self.columns, self.reporter.warn)
         if request.resume and job.finished():
-            self.reporter.note(f"{job.done.rows} rows are there; nothing is left to do")
+            self.reporter.note(job.nothing_left())
             self._end(job.done.failed)
             return
         totals, session = Totals(), self._open()

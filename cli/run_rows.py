@@ -134,13 +134,21 @@ class RowsJob:
         return cls(request, columns, form, rows, done, total)
 
     def finished(self) -> bool:
-        """Tell whether no row is left."""
+        """Tell whether no row is left; what is torn behind the last one is cut off then."""
         first = next(self.rows, None)
         if first is None:
+            output = self.request.output
+            if output is not None and output.is_file() and output.stat().st_size > self.done.end:
+                open_output(output, keep=self.done.end).close()
             self._end()
             return True
         self.rows = chain([first], self.rows)
         return False
+
+    def nothing_left(self) -> str:
+        """Say that an output is whole, on one line. What its rows were made with is no longer kept."""
+        failed = f", {self.done.failed} of them failed" if self.done.failed else ""
+        return f"{self.done.rows} rows are there{failed}; nothing is left to do. --force makes them again"
 
     def run(self, answers: Answers[T], reporter: Reporter) -> Summary:
         """Answer what is left. Raises AdaptError for the first row that fails with `on_error` "fail"."""
@@ -198,7 +206,6 @@ class RowsJob:
         if self.request.output is None:
             yield sys.stdout.buffer
             return
-        self.request.output.parent.mkdir(parents=True, exist_ok=True)
         begin(self.request.output, self.request.settings)
         with open_output(self.request.output, keep=self.done.end) as stream:
             yield stream

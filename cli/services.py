@@ -35,14 +35,17 @@ GPU_BATCH = 64
 def describe(path: Path, *, resident: int | None, cache_dir: Path | None, reporter: Reporter) -> dict[str, Any]:
     """Return what is in a bundle, by the keys of `inspect --json`."""
     from ..runtime.bundle import Bundle  # noqa: PLC0415
-    from ..runtime.describe import describe as describe_bundle  # noqa: PLC0415
 
     bundle = Bundle.open(path, cache_dir=cache_dir, reporter=reporter)
+    import_torch()
+    from ..runtime.describe import describe as describe_bundle  # noqa: PLC0415
+
     return describe_bundle(bundle, resident=resident)
 
 
 def verify(path: Path, *, cache_dir: Path | None, reporter: Reporter) -> dict[str, Any]:
     """Check a bundle and run its self-check; return the keys of `verify --json`."""
+    import_torch()
     from ..runtime.verify import verify as verify_bundle  # noqa: PLC0415
 
     return verify_bundle(path, reporter=reporter, cache_dir=cache_dir, self_check=_self_check).as_dict()
@@ -57,6 +60,7 @@ def _self_check(bundle: "Bundle") -> Sequence[str]:
 
 def plan(request: "ConvertRequest[Any]", reporter: Reporter) -> "Plan":
     """Plan a conversion: what will be read, written and needed."""
+    import_torch()
     from ..convert.recipes import recipe  # noqa: PLC0415
 
     return recipe(request.method).plan(request, reporter)
@@ -88,10 +92,12 @@ def export(
     path: Path, form: Literal["gptq", "hf"], output: Path, *, force: bool, cache_dir: Path | None, reporter: Reporter
 ) -> Path:
     """Write a bundle in another form; return where it is."""
-    from ..convert.export import export as export_bundle  # noqa: PLC0415
     from ..runtime.bundle import Bundle  # noqa: PLC0415
 
     bundle = Bundle.open(path, cache_dir=cache_dir, reporter=reporter)
+    import_torch()
+    from ..convert.export import export as export_bundle  # noqa: PLC0415
+
     return export_bundle(bundle, form, output, reporter=reporter, force=force)
 
 

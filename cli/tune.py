@@ -57,7 +57,8 @@ def data(
         typer.Option("--limit", min=8, metavar="N", rich_help_panel=DATA, help="Only N rows, evenly over the file."),
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", rich_help_panel=DATA, help="Deals the data out to the two halves.")
+        int,
+        typer.Option("--seed", min=0, metavar="N", rich_help_panel=DATA, help="Deals the data out to the two halves."),
     ] = 0,
 ) -> dict[str, Any]:
     """Return what is measured on; the names are those of `convert.tune_request.TuneRequest`."""

@@ -21,12 +21,16 @@ def check_new(output: Path | None, *, force: bool) -> None:
 
 
 def check_place(output: Path) -> None:
-    """Refuse a place where no file can be made. Folders that are missing will be. Raises UsageError."""
+    """Refuse a place where no file can be made; a folder that is missing is a mistyped one. Raises UsageError."""
     if output.is_dir():
         raise UsageError(f"{output} is a folder", "Give the name of a file")
     if output.exists() and not os.access(output, os.W_OK):
         raise UsageError(f"{output} cannot be written", "Choose another name, or change its permissions")
-    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    folder = output.absolute().parent
+    if not folder.exists():
+        raise UsageError(
+            f"There is no folder {output.parent}", f"Make it first, or choose another place for {output.name}"
+        )
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", f"Choose another place for {output.name}")
     if not output.exists() and not os.access(folder, os.W_OK | os.X_OK):
@@ -39,7 +43,6 @@ def destination(output: Path | None) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8", newline="\n") as stream:
         yield stream
 
@@ -47,7 +50,6 @@ def destination(output: Path | None) -> Iterator[TextIO]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a small file, whole or not at all; into a pipe or a device, which must not be replaced, as it is."""
     data = content if isinstance(content, bytes) else content.encode("utf-8")
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         path.write_bytes(data)
         return

@@ -1,6 +1,5 @@
 """What `adapt convert --method nvium` was asked for, as data. Knows no models."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -68,7 +67,6 @@ class NviumSettings(TrainingRequest):
         priced = self.beta is not None or self.target_depth is not None
         demand(not (self.exits == 1 and priced), "with --exits 1 every token runs all blocks, whatever depth costs")
         demand(self.beta is None or self.beta >= 0, f"--beta {self.beta} is negative")
-        demand(self.beta is None or math.isfinite(self.beta), f"--beta {self.beta} is not finite")
         demand(
             self.target_depth is None or 0 < self.target_depth <= 1,
             f"--target-depth {self.target_depth} is no share of the blocks",

@@ -4,7 +4,9 @@ Each method's own settings are in a module of their own. Knows no models: what d
 is checked by the recipe.
 """
 
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,6 +23,12 @@ class MethodRequest:
 
     method: ClassVar[str]
     file_fields: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"--{each.name.replace('_', '-')} {value} is not a finite number")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -101,3 +109,10 @@ def demand(condition: bool, what: str, hint: str = "") -> None:
     """Raise UsageError unless the condition holds."""
     if not condition:
         raise UsageError(what, hint)
+
+
+def check_apart(validation: Path, data: Iterable[Path]) -> None:
+    """Raise UsageError where held-out data is a file that is trained on."""
+    for path in data:
+        same = validation.exists() and path.exists() and validation.samefile(path)
+        demand(not same, f"--validation {validation} is trained on", "Leave it out: a part of --data is held back.")

@@ -1,6 +1,5 @@
 """What `adapt convert --method river` was asked for, as data. Knows no models."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -38,13 +37,14 @@ class RiverSettings(MethodRequest):
     resident: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("--quantizer", self.quantizer, _QUANTIZERS)
         demand(self.bits == 4, f"--bits {self.bits} is not possible", "Exit layers have 4 bits.")
         choice("--group-size", self.group_size, (None, 32, 64, 128, -1))
         demand(self.entry_layer >= 2, f"--entry-layer {self.entry_layer} is too low", "Block 1 is always dense: use 2.")
         demand(self.tau is None or -1 <= self.tau <= 1, f"--tau {self.tau} is no cosine", "Use a value up to 1.")
         demand(
-            0 <= self.max_loss < math.inf,
+            self.max_loss >= 0,
             f"--max-loss {self.max_loss} is not a number from 0 on",
             "0.02 accepts 2 % more perplexity.",
         )
@@ -58,6 +58,7 @@ class RiverSettings(MethodRequest):
         symmetric_hqq = self.quantizer == "hqq" and self.symmetric
         demand(not symmetric_hqq, "hqq has real-valued zeros and cannot be symmetric", "Use rtn or gptq.")
         if self.calibration is not None:
+            demand(not self.calibration.is_dir(), f"{self.calibration} is a folder", "Name a UTF-8 text in it.")
             demand(self.calibration.is_file(), f"There is no calibration text {self.calibration}")
         if self.resident is not None:
             least = self.entry_layer - 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from .examples import look_into
-from .request import MethodRequest, choice, demand
+from .request import MethodRequest, check_apart, choice, demand
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class TrainingRequest(MethodRequest):
         return {name: value for name, value in super().fingerprint().items() if name not in spared}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for flag, value in (
             ("--steps", self.steps),
             ("--sequence-length", self.sequence_length),
@@ -67,8 +68,12 @@ class TrainingRequest(MethodRequest):
             self.learning_rate is None or 0 < self.learning_rate < 1,
             f"--learning-rate {self.learning_rate} is not in (0, 1)",
         )
+        at_once, step = self.micro_batch or 1, self.batch_size
+        demand(at_once <= step, f"--micro-batch {at_once} is more than --batch-size {step}", "A step has no more.")
         choice("--loss-on", self.loss_on, ("all", "answers"))
         for path in self.files:
             demand(not path.is_dir(), f"{path} is a folder", "Name the files in it.")
             demand(path.is_file(), f"There is no file {path}")
             look_into(path)
+        if self.validation is not None:
+            check_apart(self.validation, self.data)

@@ -29,6 +29,8 @@ def _read(path: Path | None) -> tuple[str, bytes, str]:
         return path.name, data, data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not UTF-8 text", "Save it as UTF-8.") from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{path} is a folder", "Give a text in it with --text FILE") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "Give a text with --text FILE") from error
 
@@ -53,7 +55,7 @@ def read_halves(request: TuneRequest, tokenizer: Tokenizer, *, max_positions: in
     ids = tokenizer.encode(whole, add_special_tokens=False)
     length = min(SEQUENCE, max_positions, min(len(ids), request.limit_tokens) // FEWEST)
     if length < SHORTEST:
-        raise UsageError(f"{name} is too short to tune on", f"Give at least {FEWEST * SHORTEST} tokens.")
+        raise UsageError(f"{request.text} is too short to tune on", f"Give at least {FEWEST * SHORTEST} tokens.")
     if max(ids) >= vocab_size:
         raise FormatError(f"the tokenizer knows token {max(ids)}, the model only {vocab_size}")
     rows = sequences(tokenizer, ids, length)

@@ -1,10 +1,11 @@
 """What `adapt convert --method 2dee` was asked for, as data. Knows no models."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from .request import MethodRequest, demand
+from .request import MethodRequest, check_apart, demand
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,18 @@ class TwoDeeSettings(MethodRequest):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         demand(self.data is not None, "2dee needs labelled rows", "Give them with --data rows.jsonl.")
         for path in self.files:
             demand(not path.is_dir(), f"{path} is a folder", "Name the files in it.")
             demand(path.is_file(), f"There is no file {path}")
+        if self.data is not None and self.validation is not None:
+            check_apart(self.validation, (self.data,))
+        demand(
+            self.language is None or re.fullmatch(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*", self.language) is not None,
+            f"--language {self.language} is no code of a language",
+            "Two or three letters of ISO 639: en, ko, yue.",
+        )
         demand(0 < self.validation_share < 1, f"--validation-share {self.validation_share} is not between 0 and 1")
         demand(all(name.strip() for name in self.labels or ()), "--labels has an empty name", "Write it as a,b,c.")
         demand(

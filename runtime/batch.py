@@ -24,6 +24,7 @@ CPU_ROWS = 8
 """At once where nothing is said: on a CPU, and elsewhere."""
 GPU_ROWS = 32
 _CAPACITY_STEP = 64
+_LESS = "Lower --batch-size, --max-tokens or --ctx-size."
 _END = object()
 
 
@@ -81,6 +82,26 @@ def free_memory(device: torch.device) -> int:
     import psutil  # noqa: PLC0415 - one text at a time does without
 
     return int(psutil.virtual_memory().available)
+
+
+def check_room(probe: KVCache, rows: int, capacity: int, *, held: int = 0, hint: str) -> None:
+    """Refuse more keys and values than there is memory for, which a system may answer by killing any process.
+
+    Args:
+        probe: a cache of the kind that is wanted.
+        rows: how many texts.
+        capacity: tokens of each.
+        held: bytes of it that are there already.
+        hint: what can be done.
+
+    Raises:
+        ResourceError: they take more than is free.
+
+    """
+    need, free = bytes_per_token(probe) * rows * capacity, free_memory(probe.device)
+    if need - held > free:
+        sizes = f"{need / 2**30:.1f} GiB; {(free + held) / 2**30:.1f} GiB are free"
+        raise ResourceError(f"Keys and values of {rows} texts of {capacity} tokens take {sizes}", hint)
 
 
 def answer_all(
@@ -215,6 +236,9 @@ class _Batch:
             return kept
         wanted = length if kept is None else max(length, 2 * kept.capacity)
         capacity = -(-wanted // _CAPACITY_STEP) * _CAPACITY_STEP
+        probe = self._model.new_cache(1, 1) if kept is None else kept
+        if probe.device.type == "cpu":  # a GPU's allocator says no by itself
+            check_room(probe, self.size, capacity, held=0 if kept is None else kept.nbytes, hint=_LESS)
         try:
             if kept is None:
                 kept = self._cache = self._model.new_cache(self.size, capacity)
@@ -223,6 +247,6 @@ class _Batch:
         except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
             raise ResourceError(
                 f"There is no memory for keys and values of {self.size} rows of {capacity} tokens",
-                "Lower --batch-size, --max-tokens or --ctx-size.",
+                _LESS,
             ) from error
         return kept

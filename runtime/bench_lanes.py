@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ResourceError, UsageError
-from .batch import BatchModel, bytes_per_token, free_memory
+from ..errors import UsageError
+from . import batch
+from .batch import BatchModel
 from .bench import Contender, Lap
 from .generate import Model, PromptCache, StepOutput, generate
 from .options import Sampling
@@ -67,12 +68,7 @@ def check_room(model: Model, rows: int, capacity: int) -> None:
     """
     if not isinstance(model, BatchModel):
         return  # `lane` says so
-    probe = model.new_cache(1, 1)
-    need, free = bytes_per_token(probe) * rows * capacity, free_memory(probe.device)
-    if need > free:
-        sizes = f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-        what = f"Keys and values of {rows} texts of {capacity} tokens take {sizes}"
-        raise ResourceError(what, "Give a smaller --batch-size or --context.")
+    batch.check_room(model.new_cache(1, 1), rows, capacity, hint="Give a smaller --batch-size or --context.")
 
 
 def lane(name: str, model: Model, tokenizer: Tokenizer, prompt: Prompt) -> Contender:

@@ -210,6 +210,8 @@ def check_is_bundle(path: Path) -> None:
         raise UsageError(f"{path} is a Hugging Face model, not a bundle", first)
     if path.suffix == ".gguf" and path.is_file():
         raise UsageError(f"{path} is a GGUF file, not a bundle", first)
+    if path.is_file() and (path.parent / MANIFEST_NAME).is_file():
+        raise UsageError(f"{path} is a file of the bundle {path.parent}", f"Give the folder: {path.parent}")
     if not path.exists():
         raise UsageError(f"There is no bundle at {path}", "Make one with `adapt convert SOURCE --method river -o DIR`.")
     raise UsageError(f"{path} is not a bundle: it has no {MANIFEST_NAME}", first)

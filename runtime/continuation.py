@@ -32,8 +32,8 @@ class Request:
     continues: bool = False
 
 
-def check_fits(tokens: int, context_size: int) -> int:
-    """Return how many tokens may follow a prompt of `tokens`.
+def check_fits(tokens: int, context_size: int, most: int | None = None) -> int:
+    """Return how many tokens may follow a prompt of `tokens`; `most`: how many the model's positions reach.
 
     Raises:
         UsageError: the prompt is empty.
@@ -45,7 +45,9 @@ def check_fits(tokens: int, context_size: int) -> int:
     if tokens >= context_size:
         raise AdaptError(
             f"The prompt has {tokens} tokens; the context holds {context_size}, the answer included",
-            "Shorten the prompt, or raise --ctx-size if the model allows.",
+            "Shorten the prompt: the model reads no more."
+            if most is not None and tokens >= most
+            else "Shorten the prompt, or raise --ctx-size if the model allows.",
         )
     return context_size - tokens
 

@@ -138,12 +138,19 @@ def river_route(
 def _placement(arch: Architecture, settings: RiverSettings, options: SessionOptions, reporter: Reporter) -> Placement:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
+    if options.offload == "stream":
+        _check_streaming(device)
     resident = settings.resident if options.resident is None else options.resident
     if options.gpu_memory is not None:
         plan = _planned(arch, settings, options, device, dtype)
         resident = plan.resident
         reporter.note(plan.describe(arch.num_layers, options.offload))
     return Placement(device, dtype, resident, options.offload)
+
+
+def _check_streaming(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UsageError("--offload stream needs a GPU", "On a CPU the blocks are in memory already.")
 
 
 def _planned(
@@ -216,8 +223,7 @@ def _backbone_blocks(arch: Architecture, store: TensorStore, placement: Placemen
     near = Stack(arch, LazyBlocks(count, load))
     if placement.offload == "drop" or count == arch.num_layers:
         return near
-    if device.type != "cuda":
-        raise UsageError("streaming blocks needs a GPU", "On a CPU the blocks are in memory already.")
+    _check_streaming(device)
     return StreamedBlocks(near, arch.num_layers, PinnedLoader(arch, store, placement), device)
 
 

@@ -59,17 +59,20 @@ class SessionOptions:
         for name in ("threads", "ctx_size", "resident", "max_deferred", "draft"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}", "It must be 1 or more.")
+                raise UsageError(f"{_flag(name)} {value} is not possible", "Give 1 or more.")
+        if self.gpu_memory is not None and self.resident is not None:
+            raise UsageError("--gpu-memory and --resident exclude each other", "The memory decides how many blocks.")
         if self.draft is not None and not self.lossless:
-            raise UsageError("draft is for lossless generation", "Say --lossless too.")
+            raise UsageError("--draft is for lossless generation", "Say --lossless too.")
         if self.head_bits != 16 and self.lossless:
-            raise UsageError("lossless gives the dense model's text; a head in 8 bits gives another", "Leave one out.")
+            what = f"--lossless gives the dense model's text; --head-bits {self.head_bits} gives another"
+            raise UsageError(what, "Leave one out.")
         if self.draft is not None and self.draft > LONGEST_DRAFT:
-            raise UsageError(f"draft is {self.draft}", f"It must be {LONGEST_DRAFT} or less.")
+            raise UsageError(f"--draft {self.draft} is not possible", f"Give {LONGEST_DRAFT} or less.")
         if self.tau is not None and self.lossless:
-            raise UsageError("tau says when tokens leave; lossless, none does", "Leave out --tau or --lossless.")
+            raise UsageError("--tau says when tokens leave; with --lossless none does", "Leave one out.")
         if self.tau is not None and not -1 <= self.tau <= 1:
-            raise UsageError(f"tau is {self.tau}", "It is a cosine, between -1 and 1.")
+            raise UsageError(f"--tau {self.tau} is not possible", "It is a cosine, between -1 and 1.")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,12 @@ class GenerationOptions:
 def _require(
     name: str, value: float, wanted: str, *, low: float, high: float = math.inf, open_low: bool = False
 ) -> None:
-    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-    if not inside:
-        raise UsageError(f"{name} is {value}", f"It must be {wanted}.")
+    if not math.isfinite(value):
+        raise UsageError(f"{_flag(name)} {value} is not a finite number", f"Give one that is {wanted}.")
+    if not low <= value <= high or (open_low and value == low):
+        raise UsageError(f"{_flag(name)} {value} is not possible", f"Give a number that is {wanted}.")
+
+
+def _flag(name: str) -> str:
+    """How the command line spells a field."""
+    return f"--{name.replace('_', '-')}"

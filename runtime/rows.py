@@ -76,7 +76,7 @@ def check_inputs(names: Sequence[str], form: str | None = None) -> None:
         if name == STDIN:
             continue
         if not Path(name).exists():
-            raise UsageError(f"{name}: no such file")
+            raise UsageError(f"{name}: no such file", "Give a file of rows, or - for stdin")
         if Path(name).is_dir():
             raise UsageError(f"{name} is a folder", "Name the files in it")
         if form is None:

@@ -48,7 +48,7 @@ class Session:
     ) -> None:
         if options.ctx_size is not None and options.ctx_size > max_positions:
             raise UsageError(
-                f"ctx_size is {options.ctx_size}; the model's positions reach {max_positions}",
+                f"--ctx-size is {options.ctx_size}; the model's positions reach {max_positions}",
                 f"Give --ctx-size {max_positions} or less.",
             )
         self.folder = folder
@@ -131,7 +131,7 @@ class Session:
         parts = self._parts(template, self.max_positions)
         ids = parts.encode(messages, options)
         context_size = self._context(len(ids), options.max_tokens)
-        check_fits(len(ids), context_size)
+        check_fits(len(ids), context_size, self.max_positions)
         return replace(parts.request(ids, options), context_size=context_size)
 
     def rows_at_once(self, asked: int | None = None) -> int:

@@ -118,8 +118,8 @@ def test_convert_json(adapt: Invoke, requests: list[SimpleNamespace]) -> None:
 
 
 def test_convert_options(adapt: Invoke, requests: list[SimpleNamespace]) -> None:
-    line = "--quantizer hqq --bits 4 --group_size 32 --symmetric --entry-layer 3 --tau .9 --max-loss .01"
-    line += " --calibration c.txt --calibration-tokens 100 --river-from g/g --resident 5 --revision r --hf-token t"
+    line = "--quantizer hqq --bits 4 --group_size 32 --symmetric --entry-layer 3 --tau .9"
+    line += " --calibration c.txt --calibration-tokens 100 --resident 5 --revision r --hf-token t"
     line += " --cache-dir c --offline --overwrite --no-resume --backbone link --device cuda:1 --dtype bf16"
     adapt("convert", "m", "--method", "river", "-o", "out", *line.split(), "--threads", "2")
     assert vars(requests[0]) == {
@@ -133,10 +133,10 @@ def test_convert_options(adapt: Invoke, requests: list[SimpleNamespace]) -> None
             "symmetric": True,
             "entry_layer": 3,
             "tau": 0.9,
-            "max_loss": 0.01,
+            "max_loss": 0.1,
             "calibration": Path("c.txt"),
             "calibration_tokens": 100,
-            "river_from": "g/g",
+            "river_from": None,
             "resident": 5,
         },
         "revision": "r",
@@ -203,7 +203,7 @@ def test_options_of_another_method_are_refused_by_name(
         ("rcla --lr 1e-4", "--learning-rate does nothing with --untrained. Leave one of them out"),
         (
             "rcla --no-gradient-checkpointing",
-            "--gradient-checkpointing does nothing with --untrained. Leave one of them out",
+            "--no-gradient-checkpointing does nothing with --untrained. Leave one of them out",
         ),
         ("rcla --seed 1", "--seed does nothing with --untrained. Name texts with --data, or leave it out"),
         (

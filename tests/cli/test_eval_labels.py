@@ -63,7 +63,7 @@ def test_json(classify: Invoke, tmp_path: Path) -> None:
 
 
 def test_page_and_report(classify: Invoke, tmp_path: Path) -> None:
-    rows, report = labelled(tmp_path, [*PAIRS, ("good " * 60, "pos")]), tmp_path / "new" / "r.md"
+    rows, report = labelled(tmp_path, [*PAIRS, ("good " * 60, "pos")]), tmp_path / "r.md"
     code, out, err = classify("eval", "b", "--labels", rows, "--report", report, "--threshold", "0.1,9")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -125,7 +125,7 @@ def test_fields_limit_and_tables(classify: Invoke, opened: Any, tmp_path: Path) 
             ["--labels", "a", "--text", "b"],
             "--text and --labels exclude each other. Give --text, --labels, --tasks or --prompts",
         ),
-        (["--labels", "no.jsonl"], "no.jsonl: no such file"),
+        (["--labels", "no.jsonl"], "no.jsonl: no such file. Give a file of rows, or - for stdin"),
         (["--labels", "-"], "labelled rows come from a file, not from stdin. Save them first: they are read twice"),
         (["--labels", "a", "--limit-tokens", "5"], "--limit-tokens is for --text. Leave it out"),
         (["--labels", "a", "--tau", "0.5"], "--tau is for --text, --tasks and --prompts. Leave it out"),

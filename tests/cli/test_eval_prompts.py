@@ -109,10 +109,13 @@ def test_a_prompt_that_fails_is_a_row(adapt: Invoke, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["--prompts", "no.jsonl"], "no.jsonl: no such file"),
+        (["--prompts", "no.jsonl"], "no.jsonl: no such file. Give a file of rows, or - for stdin"),
         (["--prompts", "p.jsonl", "--json"], "--json is for --text, --labels and --tasks. Leave it out"),
         (["--prompts", "p.jsonl", "--report", "r.md"], "--report is for --text, --labels and --tasks. Leave it out"),
-        (["--prompts", "p.jsonl", "--system", "s"], "A system text needs a chat template. Add --apply-chat-template"),
+        (
+            ["--prompts", "p.jsonl", "--system", "s"],
+            "--system is for prompts in a chat template. Add --apply-chat-template",
+        ),
         (["--text", "t", "--samples", "2"], "--samples is for --prompts. Leave it out"),
     ],
 )

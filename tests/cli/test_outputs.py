@@ -48,11 +48,13 @@ def place(kind: str, folder: Path) -> Path:
     if kind == "folder":
         (folder / "x.png").mkdir()
         return folder / "x.png"
+    if kind == "missing":
+        return folder / "mistyped" / "x.png"
     (folder / "file").write_text("no folder", encoding="utf-8")
-    return folder / "file" / "deep" / "x.png"
+    return folder / "file" / "x.png"
 
 
-@pytest.mark.parametrize("kind", ["folder", "below a file", "read only"])
+@pytest.mark.parametrize("kind", ["folder", "missing", "below a file", "read only"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_place_without_files_is_refused_before_the_work(
     command: str, kind: str, adapt: Invoke, begun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,7 +71,8 @@ def test_a_place_without_files_is_refused_before_the_work(
     assert (code, out, begun) == (2, "", [])
     assert err.startswith("adapt: error: ")
     assert err.count("\n") == 1
-    assert {"folder": "is a folder", "below a file": "is not a folder", "read only": "cannot be written"}[kind] in err
+    said = {"folder": "is a folder", "below a file": "is not a folder", "read only": "cannot be written"}
+    assert said.get(kind, f"There is no folder {where.parent}. ") in err
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -80,7 +83,7 @@ def test_a_good_place_is_reached(adapt: Invoke, begun: list[str], tmp_path: Path
     for number, words in enumerate(COMMANDS.values()):
         args = [str(rows) if word == "IN" else word for word in words]
         extra = ["--format", "jsonl"] if "-i" in words else []
-        assert "the work was begun" in adapt(*args, tmp_path / "new" / f"{number}.png", *extra)[2], args
+        assert "the work was begun" in adapt(*args, tmp_path / f"{number}.png", *extra)[2], args
 
 
 @pytest.mark.parametrize("broken", ["report", "plot"])

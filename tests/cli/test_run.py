@@ -20,6 +20,7 @@ from adapt_llm.errors import UsageError
 from adapt_llm.runtime.options import SessionOptions
 
 Invoke = Callable[..., tuple[int, str, str]]
+WHOLE = "nothing is left to do. --force makes them again\n"
 
 
 def test_prompt_from_the_argument(adapt: Invoke) -> None:
@@ -65,13 +66,13 @@ def test_piped_text_comes_before_the_prompt(adapt: Invoke, fakes: ModuleType, mo
         ),
         (["run", "b", "x", "-p", "y"], "more than one prompt. Give it after BUNDLE, or with -p, or with -f"),
         (["run", "b", "two", "words"], "more than one argument after BUNDLE. Put the prompt in quotes"),
-        (["run", "b", "-f", "/nope"], "/nope: no such file"),
+        (["run", "b", "-f", "/nope"], "/nope: no such file. -f takes a text file"),
         (["run", "b", "x", "--resume"], "--resume is for many rows. Give them with -i FILE, or -i - for stdin"),
         (
             ["run", "b", "x", "--format", "csv"],
             "--format csv is for many rows. Give them with -i FILE, or -i - for stdin",
         ),
-        (["run", "b", "-i", "/nope.txt"], "/nope.txt: no such file"),
+        (["run", "b", "-i", "/nope.txt"], "/nope.txt: no such file. Give a file of rows, or - for stdin"),
         (["run", "b", "-i", "-", "-p", "x"], "-i brings its own prompts. Leave out -p and -f"),
         (["run", "b", "-i", "-", "--resume"], "--resume needs an output file. Give one with -o"),
         (["run", "gone", "x"], "there is no bundle at gone"),
@@ -103,8 +104,10 @@ def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_template_and_system(adapt: Invoke) -> None:
-    assert adapt("run", "b", "hi", "--system", "SYS", "--raw")[1] == "SYS RAW hi \n"
-    assert adapt("run", "b", "hi", "-sys", "SYS", "--no-chat-template")[1] == "SYS RAW hi \n"
+    assert adapt("run", "b", "hi", "--system", "SYS")[1] == "SYS hi \n"
+    assert adapt("run", "b", "hi", "--raw")[1] == "RAW hi \n"
+    assert adapt("run", "b", "hi", "-sys", "SYS")[1] == "SYS hi \n"
+    assert adapt("run", "b", "hi", "--no-chat-template")[1] == "RAW hi \n"
 
 
 def test_options_reach_the_session(adapt: Invoke, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +154,7 @@ def test_options_reach_the_session(adapt: Invoke, fakes: ModuleType, monkeypatch
         "max_deferred": 64,
         "cuda_graphs": True,
     }
-    adapt("run", "b", "x", "--temperature", "0.5", "--greedy")
+    adapt("run", "b", "x", "--greedy")
     assert opened[1].calls[0][1].choices.temperature == 0
     assert opened[1].calls[0][1].choices.max_tokens == 512
 
@@ -161,7 +164,7 @@ def test_settings_are_those_of_the_session(fakes: ModuleType) -> None:
 
 
 def test_impossible_sampling_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="top_p"):
+    with pytest.raises(UsageError, match=r"^--top-p 0 is not possible"):
         services.generation_options(Choices(top_p=0))
     options = services.generation_options(Choices(max_tokens=3, stop=("a",), seed=1), row=9)
     assert (options.max_tokens, options.stop, options.sampling.seed, options.row) == (3, ("a",), 1, 9)
@@ -203,7 +206,7 @@ def test_stats(adapt: Invoke) -> None:
 
 
 def test_single_answer_into_a_file(adapt: Invoke, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "answer.txt"
+    out = tmp_path / "answer.txt"
     assert adapt("run", "b", "안녕 👋", "-o", out) == (0, "", "")
     assert out.read_text("utf-8") == "안녕 👋 \n"
     assert adapt("run", "b", "x", "-o", out)[2] == f"adapt: error: {out} is there already. Replace it with --force\n"
@@ -333,7 +336,23 @@ def test_resume(adapt: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert err.startswith("3 rows, 2 of them from before, 1 failed, ")
     assert out.read_bytes() == whole
     monkeypatch.setattr(services, "open_session", None)  # nothing left: no model is loaded
-    assert adapt("run", "b", "-i", rows, "-o", out, "--resume") == (3, "", "3 rows are there; nothing is left to do\n")
+    assert adapt("run", "b", "-i", rows, "-o", out, "--resume") == (
+        3,
+        "",
+        f"3 rows are there, 1 of them failed; {WHOLE}",
+    )
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "txt"])
+@pytest.mark.parametrize("torn", ['{"row": 9, "te', "x", '"a\n', ""])
+def test_what_is_torn_behind_the_last_row_is_cut_off(adapt: Invoke, tmp_path: Path, form: str, torn: str) -> None:
+    out, rows = tmp_path / f"out.{form}", source(tmp_path, "a\nb\n", "in.txt")
+    assert adapt("run", "b", "-i", rows, "-o", out)[0] == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole + torn.replace("\n", "" if form != "csv" else "\n").encode())
+    assert adapt("run", "b", "-i", rows, "-o", out, "--resume") == (0, "", f"2 rows are there; {WHOLE}")
+    assert out.read_bytes() == whole
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from adapt_llm.cli.collector import import_torch, retire_collector, uncollected
+from adapt_llm.cli.collector import import_torch, retire_collector, uncollected, uninterrupted
 
 WITHOUT_TORCH = ("torch", "numpy", "jinja2", "psutil")
 NOT_FOR_ONE_PROMPT = ("transformers", "huggingface_hub", "psutil", "sentencex", "prompt_toolkit", "rich.console")
@@ -105,6 +106,27 @@ def test_values_that_cannot_be_are_refused_before_torch(bundle: Path, option: li
     assert run.returncode == 2
     assert run.stderr.startswith("adapt: error: ")
     assert "torch" not in modules
+
+
+def test_ctrl_c_waits_for_the_import_and_is_not_lost() -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
+
+    def pressed() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("imported")
+
+    with pytest.raises(KeyboardInterrupt):
+        pressed()
+    assert done == ["imported"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_is_not_waited_for() -> None:
+    twice = "signal.raise_signal(signal.SIGINT); signal.raise_signal(signal.SIGINT); print('still here')"
+    script = f"import signal\nfrom adapt_llm.cli.collector import uninterrupted\nwith uninterrupted(): {twice}"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (130, "")
 
 
 def test_the_collector_rests_and_works_on(thawed: None) -> None:

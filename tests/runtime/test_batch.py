@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from adapt_llm.errors import AdaptError, ResourceError, UsageError
+from adapt_llm.runtime import batch
 from adapt_llm.runtime.batch import AHEAD, CPU_ROWS, Answer, BatchModel, answer_all, suitable_batch
 from adapt_llm.runtime.continuation import Request
 from adapt_llm.runtime.generate import StepOutput
@@ -102,7 +103,7 @@ def test_answers_come_in_order_whatever_their_length(size: int) -> None:
     assert [answer.stats.tokens for answer in found] == lengths
     assert all(answer.stats.finish_reason == "length" for answer in found)
     assert max(toy.batches) <= size
-    assert len(toy.caches) == 1
+    assert len(toy.caches) == 2  # the first only tells what a token takes
 
 
 def test_a_free_row_is_filled_at_once() -> None:
@@ -162,8 +163,24 @@ def test_answers_do_not_wait_for_rows_that_are_not_there_yet() -> None:
 def test_memory_grows_with_the_longest_row_only_as_needed() -> None:
     toy = Toy()
     run([counting(1, 150), counting(2, 3)], 2, toy)
-    (cache,) = toy.caches
+    _, cache = toy.caches
     assert cache.capacity == 256
+
+
+@pytest.mark.parametrize(("free", "fits"), [(256, True), (255, False), (10, False)])
+def test_memory_is_looked_at_before_it_is_taken(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
+    """The toy's tokens take a MiB each: two rows of 64 at first, of 128 later, which takes as much again."""
+    toy = Toy()
+    monkeypatch.setattr(
+        batch, "free_memory", lambda _device: (free - sum(c.nbytes >> 20 for c in toy.caches[1:])) << 20
+    )
+    if fits:
+        run([counting(1, 100), counting(2, 3)], 2, toy)
+    else:
+        with pytest.raises(
+            ResourceError, match=r"Keys and values of 2 texts of (64|128) tokens take 0\.\d GiB; .* free"
+        ):
+            run([counting(1, 100), counting(2, 3)], 2, toy)
 
 
 def test_no_memory_is_everybodys_error(monkeypatch: pytest.MonkeyPatch) -> None:

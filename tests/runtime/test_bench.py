@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from adapt_llm.errors import AdaptError, ResourceError, UnsupportedError, UsageError
 from adapt_llm.quant.kernels import native8
 from adapt_llm.quant.linear import DenseLinear
-from adapt_llm.runtime import bench_lanes, bench_memory
+from adapt_llm.runtime import batch, bench_memory
 from adapt_llm.runtime.bench import Lap, Trial, race, spread
 from adapt_llm.runtime.bench_bundle import BenchOptions, Field
 from adapt_llm.runtime.bench_report import bench
@@ -185,7 +185,7 @@ def test_what_cannot_be(options: dict[str, Any], reason: str) -> None:
 def test_more_rows_than_there_is_memory_for_are_refused_before_anything_is_measured(
     river: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_lanes, "free_memory", lambda _device: 1 << 20)
+    monkeypatch.setattr(batch, "free_memory", lambda _device: 1 << 20)
     reader = Fast([])
     with pytest.raises(ResourceError, match="Keys and values of 100000 texts of 28 tokens take") as caught:
         bench(river, BenchOptions(contexts=(24,), tokens=3, rounds=2, text=TEXT, rows=(1, 100_000)), reader=reader)

@@ -227,7 +227,7 @@ def test_save_and_load_keep_every_character(tmp_path: Path) -> None:
         ({"format": "adapt-conversation", "version": 1, "messages": [{"role": "user", "content": 1}]}, "message 1"),
         ({"format": "adapt-conversation", "version": 1, "messages": [{"role": "user", "content": "a"}]}, "no answer"),
         ({"format": "adapt-conversation", "version": 1, "system": 3, "messages": []}, "system"),
-        ([], "not an object"),
+        ([], "is no JSON object"),
     ],
 )
 def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, data: object, says: str) -> None:

@@ -56,7 +56,7 @@ def reference(logits: list[float] | torch.Tensor, sampling: Sampling) -> dict[in
     ],
 )
 def test_values_outside_their_range_are_a_usage_error_that_names_the_setting(field: str, value: float) -> None:
-    with pytest.raises(UsageError, match=field):
+    with pytest.raises(UsageError, match=f"^--{field.replace('_', '-')} "):
         Sampling(**{field: value})
 
 
