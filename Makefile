@@ -34,14 +34,15 @@ models: $(BIN)/adapt
 	$(BIN)/python tests/fetch_models.py $(MODELS)
 
 # rtn needs no pass over a text, so the demo is quick; the default, gptq, gives better exit layers.
-demo-bundle/adapt.json: $(BIN)/adapt $(MODELS)/smollm2-135m-instruct.gguf
-	$(BIN)/adapt convert $(MODELS)/smollm2-135m-instruct.gguf --method river --quantizer rtn --group-size 32 -o demo-bundle
+# A newer program reads the bundle that is there; it is made anew only for a newer model.
+demo-bundle/adapt.json: $(MODELS)/smollm2-135m-instruct.gguf | $(BIN)/adapt
+	$(BIN)/adapt convert $< --method river --quantizer rtn --group-size 32 --force -o demo-bundle
 
-demo: demo-bundle/adapt.json
+demo: $(BIN)/adapt demo-bundle/adapt.json
 	$(BIN)/adapt inspect demo-bundle
 	$(BIN)/adapt run demo-bundle "Why is the sky blue? Answer in two sentences." --max-tokens 96 --stats
 
-chat: demo-bundle/adapt.json
+chat: $(BIN)/adapt demo-bundle/adapt.json
 	$(BIN)/adapt chat demo-bundle
 
 test: $(VENV)/.dev
