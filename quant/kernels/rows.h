@@ -186,7 +186,7 @@ INLINE void NAME(mix)(const uint16_t *value, const uint16_t *next, int64_t D, in
 /* All dimensions, as many at once as registers hold. */
 INLINE void NAME(mix_all)(const uint16_t *value, const uint16_t *next, int64_t D, int64_t count, float (*weights)[KEYS],
                           const float *shrink, float *sums, int64_t P, const int G) {
-    const int N = G == 1 ? 8 : G <= 3 ? 4 : G <= 6 ? 2 : 1;
+    const int N = G == 1 ? 64 / LANES : G <= 3 ? 4 : G <= 6 ? 2 : 1;
     int64_t d = 0;
     for (; d + N * LANES <= D; d += N * LANES)
         NAME(mix)(value + d, next + d, D, LANES, count, weights, shrink, sums + d, P, d % (LINE / 2) == 0, G, N);
