@@ -22,6 +22,7 @@ from .charts import human_bytes
 from .classification import Point
 from .console import make_reporter
 from .heat import heat_map, shades
+from .run_record import manifest_digest
 from .run_rows import RowsJob, RowsRequest
 from .state import State
 from .text_classifier import COLUMNS, TextClassifier
@@ -145,7 +146,7 @@ class Classify:
 
     def rows(self, request: RowsRequest) -> None:
         """Classify every row of a request; exit 3 when some failed."""
-        how = {"bundle": services.manifest_digest(self.bundle), "rule": str(self.point)}
+        how = {"bundle": manifest_digest(self.bundle), "rule": str(self.point)}
         how |= {"dtype": self.settings.get("dtype")}
         request = replace(request, keys=CLASSIFY_KEYS, settings=how)
         request.check()

@@ -18,6 +18,7 @@ from .answers import Outcome
 from .charts import histogram, human_bytes
 from .console import make_reporter
 from .generation import Choices, figures, report, rounded
+from .run_record import manifest_digest
 from .run_rows import RowsJob, RowsRequest
 from .state import State
 from .writing import destination
@@ -161,7 +162,7 @@ class Run:
         """Return what a row's text depends on; not what it is only made faster by."""
         opened = {name: self.settings.get(name) for name in ANSWER_SETTINGS}
         return {
-            "bundle": services.manifest_digest(self.bundle),
+            "bundle": manifest_digest(self.bundle),
             **asdict(self.choices),
             **{name: value if value is None else str(value) for name, value in opened.items()},
             "system": self.system,

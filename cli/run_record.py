@@ -1,8 +1,9 @@
 """What the rows of an output are made with, kept beside it until it is whole: `--resume` must not mix settings.
 
-Knows a file and JSON; no bundle and no rows. An output that is whole has no such file.
+Knows files and JSON; nothing of what is in a bundle, and no rows. An output that is whole has no such file.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,16 @@ def check(output: Path, settings: Settings) -> None:
 def end(output: Path) -> None:
     """Forget the settings: the output is whole."""
     place(output).unlink(missing_ok=True)
+
+
+def manifest_digest(path: Path) -> str:
+    """Return a short hash of a bundle's manifest: another bundle has another one, and so has the same one, tuned."""
+    from ..runtime.manifest import MANIFEST_NAME  # noqa: PLC0415
+
+    try:
+        return hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""  # opening the bundle says what is wrong with it
 
 
 def _read(path: Path) -> dict[str, object]:

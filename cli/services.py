@@ -3,7 +3,6 @@
 torch comes in with these imports and with nothing else, so that help, completion and errors of usage do without.
 """
 
-import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -121,16 +120,6 @@ def twodee(path: Path) -> "TwoDee | None":
 
     check_is_bundle(path)
     return read_manifest(path / MANIFEST_NAME).method(TwoDee)
-
-
-def manifest_digest(path: Path) -> str:
-    """Return a short hash of a bundle's manifest: another bundle has another one, and so has the same one, tuned."""
-    from ..runtime.manifest import MANIFEST_NAME  # noqa: PLC0415
-
-    try:
-        return hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()[:12]
-    except OSError:
-        return ""  # opening the bundle says what is wrong with it
 
 
 def mode(point: "Point") -> "Mode":

@@ -45,3 +45,10 @@ class TrainingRun(BaseModel, frozen=True):
     """None: all weights were trained."""
     loss_on: Literal["all", "answers"] = "all"
     seed: int = 0
+
+
+def span(layers: tuple[int, ...]) -> str:
+    """Layers as people write them: `2 to 30`, or one by one where there are gaps."""
+    if layers == tuple(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(str(layer) for layer in layers)

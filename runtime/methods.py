@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .method_settings import MethodSettings, Sha256, Share, TextUsed, TrainingRun
+from .method_settings import MethodSettings, Sha256, Share, TextUsed, TrainingRun, span
 
 CrossDraw = Literal["layers", "leaders"]
 """What an R-CLA training draws for a pass: an earlier layer for each layer that crosses, or which layers lead."""
@@ -77,7 +77,7 @@ class River(MethodSettings, frozen=True):
         """Every block from the entry layer on has its exit layer, and a threshold where there are several."""
         if self.exit_layers == tuple(range(self.entry_layer, layers + 1)):
             return None
-        return f"exit_layers are {_span(self.exit_layers)}, the model's are {self.entry_layer} to {layers}"
+        return f"exit_layers are {span(self.exit_layers)}, the model's are {self.entry_layer} to {layers}"
 
 
 class RetentionPoint(BaseModel, frozen=True):
@@ -293,12 +293,6 @@ class Nvium(MethodSettings, frozen=True):
         if self.final_adapter and self.trained == "routers":
             raise ValueError("the last exit of a frozen backbone has no adapter")
         return self
-
-
-def _span(layers: tuple[int, ...]) -> str:
-    if layers == tuple(range(layers[0], layers[-1] + 1)):
-        return f"{layers[0]} to {layers[-1]}"
-    return ", ".join(str(layer) for layer in layers)
 
 
 METHODS: Mapping[str, type[MethodSettings]] = MappingProxyType(
