@@ -320,7 +320,7 @@ def test_what_cannot_be_is_refused_before_any_work(request_for, tiny_llama: Path
     refuse("rise from 1", junctions=(2, 1))
     refuse("leaves nothing to train", exits=1)
     refuse("negative", beta=-0.1)
-    refuse("not finite", beta=math.inf)
+    refuse("not a finite number", beta=math.inf)
     refuse("first exit's 0.5", target_depth=0.4)
     refuse("every token runs all blocks", "scratch", exits=1, target_depth=0.6)
     refuse("no share", target_depth=1.5)
