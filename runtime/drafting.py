@@ -14,9 +14,9 @@ from .options import LONGEST_DRAFT
 
 PARTS = 16
 """The vocabulary is taken in sixteenths."""
-INT4_COST = 0.35
-"""Of a 4-bit block in dense blocks, one token on a CPU: docs/benchmarks.md."""
-ROW_COST = 0.1
+INT4_COST = 0.5
+"""Of a 4-bit block in dense blocks, one token on a CPU, with what a draft costs besides: docs/benchmarks.md."""
+ROW_COST = 0.15
 """Of one row more in a dense pass, in passes of one row."""
 _EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.96, 0.99)
 _PRIOR = (0.35, 0.55, 0.7, 0.8, 0.87, 0.92, 0.96, 0.99)
