@@ -178,7 +178,7 @@ def test_options_of_another_method_are_refused_by_name(bundle: Path, built: Path
     for options, flag in (({"piggyback": False}, "--no-piggyback"), ({"max_deferred": 3}, "--max-deferred")):
         with pytest.raises(UsageError, match=f"^{flag} is for generating with N-vium bundles"):
             load_model(Bundle.open(built), SessionOptions(**options))
-    with pytest.raises(UsageError, match="^--max-deferred 0 is not possible"):
+    with pytest.raises(UsageError, match=r"^--max-deferred 0 is not possible"):
         SessionOptions(max_deferred=0)
 
 
