@@ -11,6 +11,8 @@
 #include <immintrin.h>
 #endif
 
+#include "sums256.h"
+
 #define NAME(x) avx2_##x
 #define ISA_SYMBOL adapt_isa_avx2
 #define ISA_NAME "avx2"
@@ -32,22 +34,12 @@ static inline W load_words(const void *from) { return _mm256_loadu_si256(from); 
 typedef __m128i H; /* as many bf16 values as a vector has lanes */
 static inline W widen_words(H halves) { return _mm256_cvtepu16_epi32(halves); }
 
-static inline float sum(V value) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
-
-/* The sums of four vectors, beside each other. */
-static inline void store_sums(float *to, V a, V b, V c, V d) {
-    V ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); /* of each half: a b a b */
-    V cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    V all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-}
+static inline float sum(V value) { return sum256(value); }
+static inline void store_sums(float *to, V a, V b, V c, V d) { store_sums256(to, a, b, c, d); }
 
 static inline O load_operand(const char *from) { return _mm256_loadu_ps((const float *)from); }
 static inline void store_operand(char *to, O value) { _mm256_storeu_ps((float *)to, value); }
+
 static inline O operand(W words, const int half) {
     if (half) return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
@@ -58,11 +50,7 @@ static inline W add_words(W a, W b) { return _mm256_add_epi32(a, b); }
 static inline W multiply_pairs(W a, W b) { return _mm256_madd_epi16(a, b); }
 static inline V word_floats(W words) { return _mm256_cvtepi32_ps(words); }
 
-static inline W broadcast_word(const char *from) {
-    int word;
-    memcpy(&word, from, sizeof word);
-    return _mm256_set1_epi32(word);
-}
+static inline W broadcast_word(const char *from) { return _mm256_set1_epi32(word_at(from)); }
 
 static inline W code_pairs(W raw, const int pair) {
     W shifted = pair ? _mm256_srli_epi16(raw, 4 * pair) : raw;

@@ -30,6 +30,8 @@
 #include <immintrin.h>
 #endif
 
+#include "sums256.h"
+
 #define LANES 16
 typedef __m512 V;
 typedef __m512i W;
@@ -52,14 +54,7 @@ static inline __m256 fold(V value) {
     return _mm256_add_ps(_mm512_castps512_ps256(value), high);
 }
 
-/* The sums of four vectors, beside each other. */
-static inline void store_sums(float *to, V v0, V v1, V v2, V v3) {
-    __m256 a = fold(v0), b = fold(v1), c = fold(v2), d = fold(v3);
-    __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); /* of each half: a b a b */
-    __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-}
+static inline void store_sums(float *to, V a, V b, V c, V d) { store_sums256(to, fold(a), fold(b), fold(c), fold(d)); }
 
 #ifdef BF16_DOT
 #define HALVES 1
@@ -95,11 +90,7 @@ static inline W add_words(W a, W b) { return _mm512_add_epi32(a, b); }
 static inline W multiply_pairs(W a, W b) { return _mm512_madd_epi16(a, b); }
 static inline V word_floats(W words) { return _mm512_cvtepi32_ps(words); }
 
-static inline W broadcast_word(const char *from) {
-    int word;
-    memcpy(&word, from, sizeof word);
-    return _mm512_set1_epi32(word);
-}
+static inline W broadcast_word(const char *from) { return _mm512_set1_epi32(word_at(from)); }
 
 static inline W code_pairs(W raw, const int pair) {
     W shifted = pair ? _mm512_srli_epi16(raw, 4 * (unsigned)pair) : raw;

@@ -24,6 +24,12 @@ struct Int8 {
     atomic_llong next;
 };
 
+/* Inputs of a group: GROUP, but for the last one. */
+static inline int64_t group_width(const Int8 *p, int64_t group) {
+    int64_t left = p->K - group * GROUP;
+    return left < GROUP ? left : GROUP;
+}
+
 static int32_t scalar_dot(const int8_t *w, const int16_t *x, int64_t count) {
     int32_t total = 0;
     for (int64_t k = 0; k < count; k++) total += w[k] * x[k];
@@ -35,7 +41,7 @@ static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
         for (int64_t n = first; n < last; n++) {
             float total = 0;
             for (int64_t g = 0; g < p->groups; g++) {
-                int64_t at = g * GROUP, count = p->K - at < GROUP ? p->K - at : GROUP, group = m * p->groups + g;
+                int64_t at = g * GROUP, count = group_width(p, g), group = m * p->groups + g;
                 total += p->units[group] * (float)scalar_dot(p->w + n * p->K + at, p->x + group * GROUP, count);
             }
             p->out[m * p->n + n] = float_to_bf16(total * p->scales[n]);
@@ -51,11 +57,7 @@ static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #endif
-static inline float avx2_sum(__m256 value) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
+#include "sums256.h"
 #define NAME(x) avx2_##x
 #define STEP 16
 #define V __m256
@@ -66,7 +68,7 @@ static inline float avx2_sum(__m256 value) {
 #define pairs(from) _mm256_loadu_si256((const __m256i *)(from))
 #define add_dots(total, a, b) _mm256_add_epi32(total, _mm256_madd_epi16(a, b))
 #define scale_add(scale, words, total) _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(words), total)
-#define sum(v) avx2_sum(v)
+#define sum(v) sum256(v)
 #include "int8.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -112,7 +114,7 @@ static void prepare(Int8 *p, const uint16_t *x, int16_t *fixed, float *units) {
     memset(fixed, 0, sizeof *fixed * (size_t)(p->M * p->groups * GROUP));
     for (int64_t m = 0; m < p->M; m++)
         for (int64_t g = 0; g < p->groups; g++) {
-            int64_t at = g * GROUP, count = p->K - at < GROUP ? p->K - at : GROUP, group = m * p->groups + g;
+            int64_t at = g * GROUP, count = group_width(p, g), group = m * p->groups + g;
             to_fixed(x + m * p->K + at, count, fixed + group * GROUP, units + group);
         }
     p->x = fixed;

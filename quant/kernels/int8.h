@@ -13,7 +13,7 @@ static inline __attribute__((always_inline)) void NAME(dots)(const Int8 *p, cons
     V totals[4];
     for (int m = 0; m < M; m++) totals[m] = zero();
     for (int64_t g = 0; g < p->groups; g++, x += GROUP, w += GROUP) {
-        int64_t count = p->K - g * GROUP < GROUP ? p->K - g * GROUP : GROUP, k = 0;
+        int64_t count = group_width(p, g), k = 0;
         W dots[4];
         for (int m = 0; m < M; m++) dots[m] = no_words();
         __builtin_prefetch(w + 2048);

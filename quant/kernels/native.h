@@ -91,6 +91,12 @@ static inline float bf16_to_float(uint16_t value) {
     return result;
 }
 
+static inline int word_at(const char *from) {
+    int word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
 /* Round to nearest, ties to even; NaN stays NaN. Free of branches, so that a loop over rows becomes vector code. */
 static inline uint16_t float_to_bf16(float value) {
     uint32_t bits;
