@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
+from .groups import spelling
 from .options import ROWS, TWODEE
 
 if TYPE_CHECKING:
@@ -205,10 +206,3 @@ def refuse(ctx: typer.Context, names: Sequence[str], reason: str) -> None:
         source = ctx.get_parameter_source(param.name or "")
         if param.name in names and source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}:
             raise UsageError(f"{spelling(param, ctx.params.get(param.name))} {reason}", "Leave it out")
-
-
-def spelling(param: Any, value: object) -> str:  # noqa: ANN401 - a parameter of Typer's own click
-    """Of an option's several names its first long one, that of the documentation; of a switch turned off, `--no-…`."""
-    off = getattr(param, "secondary_opts", ())  # arguments have none
-    names = off if value is False and off else param.opts
-    return next((name for name in names if name.startswith("--")), names[0])

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from ..errors import UsageError
-from .classification import spelling
+from .groups import spelling
 
 TAKES = {
     "river": ("river",),

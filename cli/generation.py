@@ -199,11 +199,11 @@ Raw = Annotated[
 Stats = Annotated[bool, typer.Option("--stats", help="Speed, depth and memory on stderr at the end.")]
 
 
-def check_template(template: str | None, *, system: str | None, raw: bool, flag: str = "--raw") -> None:
-    """Refuse what only a chat template gives a meaning where `flag` says that there is none. Raises UsageError."""
+def check_template(template: str | None, *, system: str | None, raw: bool) -> None:
+    """Refuse what only a chat template gives a meaning where --raw says that there is none. Raises UsageError."""
     given = [name for name, value in (("--chat-template", template), ("--system", system)) if value is not None]
     if raw and given:
-        raise UsageError(f"{flag} uses no chat template, which {given[0]} is for", "Leave one of them out")
+        raise UsageError(f"--raw uses no chat template, which {given[0]} is for", "Leave one of them out")
 
 
 def figures(stats: "GenerationStats") -> Mapping[str, object]:

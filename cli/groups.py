@@ -48,3 +48,10 @@ def flattened(function: Callable[..., None]) -> Callable[..., None]:
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return call
+
+
+def spelling(param: Any, value: object) -> str:  # noqa: ANN401 - a parameter of Typer's own click
+    """Of an option's several names its first long one, that of the documentation; of a switch turned off, `--no-…`."""
+    off = getattr(param, "secondary_opts", ())  # arguments have none
+    names = off if value is False and off else param.opts
+    return next((name for name in names if name.startswith("--")), names[0])

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import UsageError
 from . import failures, options
-from .groups import flattened
+from .groups import flattened, spelling
 from .state import State
 
 NAME = "adapt"
@@ -42,8 +42,8 @@ def _finite(then: Callable[..., Any] | None) -> Callable[..., Any]:
 
     def check(ctx: Any, param: Any, value: Any) -> Any:  # noqa: ANN401 - Typer's types moved between versions
         if isinstance(value, float) and not math.isfinite(value):
-            flag = next((name for name in param.opts if name.startswith("--")), param.opts[0])
-            raise UsageError(f"{flag} {value} is not a finite number", f"Try '{ctx.command_path} --help'")
+            what = f"{spelling(param, value)} {value} is not a finite number"
+            raise UsageError(what, f"Try '{ctx.command_path} --help'")
         return value if then is None else then(ctx, param, value)
 
     return check

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ..errors import UsageError
+from ..runtime.options import flag_of
 from .backbone import BackboneMode
 
 _BACKBONES = ("copy", "link", "reference")
@@ -28,7 +29,7 @@ class MethodRequest:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"--{each.name.replace('_', '-')} {value} is not a finite number")
+                raise UsageError(f"{flag_of(each.name)} {value} is not a finite number")
 
     @property
     def files(self) -> tuple[Path, ...]:

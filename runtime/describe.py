@@ -12,10 +12,9 @@ from typing import Any
 from ..errors import UsageError
 from .architecture import Architecture
 from .bundle import ADAPTERS, BACKBONE, JUNCTIONS, RIVER, Bundle
-from .junctions import junction_tensors
 from .manifest import Manifest
 from .methods import Nvium, River, TwoDee
-from .tensors import packed_tensors
+from .tensors import junctions_expected, packed_tensors
 
 _TWO_BYTES = 2  # 16-bit weights
 _RUN_TIME_ONLY_ON_DEMAND = frozenset({"g_idx"})  # trivial in what this package writes; not kept in memory
@@ -91,13 +90,8 @@ def resident_memory(
 def _with_junctions(memory: Memory, architecture: Architecture, settings: Nvium | None) -> Memory:
     if settings is None:
         return memory
-    shapes = junction_tensors(
-        architecture,
-        len(settings.junctions),
-        width=settings.router_width,
-        final_adapter=settings.final_adapter,
-    )
-    size = _TWO_BYTES * sum(math.prod(shape) for shape in shapes.values())
+    shapes = (shape for _, shape in junctions_expected(architecture, settings).values())
+    size = _TWO_BYTES * sum(map(math.prod, shapes))
     return replace(memory, junctions=size, total=memory.total + size)
 
 

@@ -59,7 +59,7 @@ class SessionOptions:
         for name in ("threads", "ctx_size", "resident", "max_deferred", "draft"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{_flag(name)} {value} is not possible", "Give 1 or more.")
+                raise UsageError(f"{flag_of(name)} {value} is not possible", "Give 1 or more.")
         if self.gpu_memory is not None and self.resident is not None:
             raise UsageError("--gpu-memory and --resident exclude each other", "The memory decides how many blocks.")
         if self.draft is not None and not self.lossless:
@@ -135,11 +135,11 @@ def _require(
     name: str, value: float, wanted: str, *, low: float, high: float = math.inf, open_low: bool = False
 ) -> None:
     if not math.isfinite(value):
-        raise UsageError(f"{_flag(name)} {value} is not a finite number", f"Give one that is {wanted}.")
+        raise UsageError(f"{flag_of(name)} {value} is not a finite number", f"Give one that is {wanted}.")
     if not low <= value <= high or (open_low and value == low):
-        raise UsageError(f"{_flag(name)} {value} is not possible", f"Give a number that is {wanted}.")
+        raise UsageError(f"{flag_of(name)} {value} is not possible", f"Give a number that is {wanted}.")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     """How the command line spells a field."""
     return f"--{name.replace('_', '-')}"
