@@ -127,6 +127,14 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
+def resolve_symbols() -> None:
+    """Have the tokenizers library look up now what it would look up in the system's libraries as it first reads a file.
+
+    A look-up waits while a thread loads a library, and would hold Python's lock meanwhile. Costs nothing to speak of.
+    """
+    tokenizers.Tokenizer(tokenizers.models.BPE())  # its hash tables draw their seed from the system
+
+
 def _decoder_settings(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:
     """`decoder` of tokenizer.json, without writing the whole vocabulary out with it."""
     if backend.decoder is None:
