@@ -1,9 +1,9 @@
-"""Torch's largest library is mapped by a thread, while the interpreter does work that needs no torch.
+"""Torch's largest library is mapped by a thread while a tokenizer is read, which needs no torch.
 
 `import torch` maps and relocates libtorch_cpu with the interpreter's lock held, and runs its C++ initialisers: a
 quarter of a second in which no Python runs, though nothing there needs Python. Done before, by the same calls to the
-system's loader in the same order, the import finds the library in place. Knows torch's folder and its file names;
-imports no torch, and knows no commands and no bundles.
+system's loader in the same order, the import finds the library in place. Reading a tokenizer takes as long, with the
+lock held. Knows torch's folder and its file names; imports no torch, and knows no commands.
 """
 
 import ctypes
@@ -14,14 +14,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..runtime.text import Tokenizer
+
+
+def tokenizer_beside_torch(folder: Path) -> "Tokenizer":
+    """Read a bundle's tokenizer while torch's library is mapped. Raises FormatError, as `Tokenizer.load` does."""
+    from ..runtime.text import Tokenizer, resolve_symbols  # noqa: PLC0415 - whoever needs no model does without
+
+    resolve_symbols()
+    with torch_preloading():
+        return Tokenizer.load(folder)
 
 
 @contextmanager
 def torch_preloading() -> Iterator[None]:
     """Map libtorch_cpu meanwhile; it is there, or will never be, when the block is left, by an error or not.
 
-    What the block does should load no compiled module that is not there yet: the loader has a lock of its own, and
-    whoever waits for it waits with the interpreter's. Where there is nothing to map nothing happens, and what is
+    The block should load no compiled module and look up no symbol: the loader has a lock of its own, and whoever
+    waits for it waits with the interpreter's. Where there is nothing to map nothing happens, and what is
     wrong with torch is told by its import.
     """
     folder = torch_libraries()

@@ -12,7 +12,7 @@ from ..runtime import process
 from ..runtime.progress import Reporter
 from .collector import import_torch
 from .generation import Choices
-from .preload import torch_preloading
+from .preload import tokenizer_beside_torch
 from .text_classifier import TextClassifier
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..runtime.options import GenerationOptions, SessionOptions
     from ..runtime.schedule import Mode
     from ..runtime.session import Session
-    from ..runtime.text import Tokenizer
     from .classification import Point
     from .eval_tasks import TasksRequest
 
@@ -105,7 +104,7 @@ def export(
 def open_session(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> "Session":
     """Open a bundle and load its model. `settings` are the fields of SessionOptions."""
     bundle, options = _opened(path, settings, reporter)
-    tokenizer = _tokenizer_beside_torch(path)
+    tokenizer = tokenizer_beside_torch(path)
     import_torch()
     from ..runtime.session import load_session  # noqa: PLC0415
 
@@ -134,7 +133,7 @@ def mode(point: "Point") -> "Mode":
 def open_classifier(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> TextClassifier:
     """Open a bundle that classifies and load its model. `settings` are the fields of SessionOptions."""
     bundle, options = _opened(path, settings, reporter)
-    tokenizer = _tokenizer_beside_torch(path)
+    tokenizer = tokenizer_beside_torch(path)
     import_torch(options.threads)
     from ..runtime.classify_loading import document_reader, load_classifier, settings_of  # noqa: PLC0415
 
@@ -159,15 +158,6 @@ def _opened(path: Path, settings: Mapping[str, Any], reporter: Reporter) -> "tup
     from ..runtime.bundle import Bundle  # noqa: PLC0415
 
     return Bundle.open(path, cache_dir=options.cache_dir, reporter=reporter), options
-
-
-def _tokenizer_beside_torch(path: Path) -> "Tokenizer":
-    """Read a bundle's tokenizer, which holds Python's lock, while torch's library is mapped, which needs it not."""
-    from ..runtime.text import Tokenizer, resolve_symbols  # noqa: PLC0415
-
-    resolve_symbols()
-    with torch_preloading():
-        return Tokenizer.load(path)
 
 
 def text_quality(
