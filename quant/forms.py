@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .kernels import native
+from .kernels import native, packing
 from .layout import Int4Matrix, pack_pairs, unpack_pairs
 
 ATEN_GROUPS = (32, 64, 128, 256)
@@ -64,7 +64,7 @@ class Compact:
 class Native:
     """The native kernel's tiles (docs/kernels.md), which can be read back."""
 
-    packed: native.PackedInt4
+    packed: packing.PackedInt4
 
     @property
     def out_features(self) -> int:
@@ -75,7 +75,7 @@ class Native:
     def of(cls, matrix: Int4Matrix) -> "Native":
         """Pack for the native kernel; its groups must be consecutive."""
         codes, scales, zeros = (tensor.cpu() for tensor in (matrix.codes, matrix.scales, matrix.zeros))
-        return cls(native.pack_int4(codes, scales, zeros.float(), matrix.group_size))
+        return cls(packing.pack_int4(codes, scales, zeros.float(), matrix.group_size))
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ class Int8Linear:
             raise ValueError(reason)
         self.out_features, self.in_features = weight.shape
         self._matrix = native8.Int8Matrix.of(weight)
-        self._few_elements = native.max_rows * self.in_features
+        self._few_elements = native.FEW_ROWS * self.in_features
 
     @staticmethod
     def why_not(weight: Tensor) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .dense import DenseGroup, DenseLinear, Linear, Product, chunked_linear
 from .forms import ATEN_GROUPS, Compact, Native, aten_scales
 from .joining import fusable, fuse, sort_groups
-from .kernels import native
+from .kernels import native, packing
 from .kernels.chain import Operand
 from .layout import Int4Matrix
 from .planes import Planes
@@ -152,7 +152,7 @@ class Int4Linear:
             return many
         few = self._in_order(self._native(form) if isinstance(form, Native) else self._aten(kernel, matrix))
         elements = kernels.max_rows * self.in_features
-        return lambda x: few(x) if 0 < x.numel() <= elements else many(x)
+        return lambda x: few(x) if 0 < x.numel() <= elements and not x.requires_grad else many(x)
 
     def _by_planes(self, matrix: Int4Matrix) -> Product:
         from .gpu.products import int4_product  # noqa: PLC0415 - Triton, only where there is a GPU
@@ -203,5 +203,5 @@ def fits(kernel: Kernel, matrix: Int4Matrix) -> bool:
     """Whether `kernel` can hold the matrix."""
     N, K = matrix.shape
     if kernel == "native":
-        return native.can_pack(K, matrix.group_size)
+        return packing.can_pack(K, matrix.group_size)
     return matrix.group_size in ATEN_GROUPS and N % 16 == 0 and (kernel == "aten_cpu" or inner_k_tiles(K) > 0)

@@ -38,23 +38,22 @@ class View:
 
 
 def runs_native(weight: Tensor) -> bool:
-    """Whether few rows beside this weight go through the native operations: bf16 on the CPU, nothing trained."""
+    """Whether rows beside this weight go through the native operations: bf16 on the CPU, nothing trained."""
     return weight.dtype is torch.bfloat16 and weight.is_cpu and not weight.requires_grad and small.available()
 
 
 class Gated:
-    """activation(gate) * up: the middle of an MLP. `native` allows the native operation for few rows."""
+    """activation(gate) * up: the middle of an MLP. `native` allows the native operation."""
 
     def __init__(self, activation: str, *, native: bool) -> None:
         self._activation = ACTIVATIONS[activation]
-        self._few = small.Gate(activation) if native and activation in small.GATES else None
+        self._native = small.Gate(activation) if native and activation in small.GATES else None
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """From gate and up [B, S, N] to the same shape."""
-        few = self._few
-        if few is None or gate.shape[0] * gate.shape[1] > small.MAX_ROWS or gate.requires_grad or up.requires_grad:
+        if self._native is None or gate.requires_grad or up.requires_grad:
             return self._activation(gate) * up
-        return few(gate, up)
+        return self._native(gate, up)
 
 
 class RMSNorm:
@@ -67,19 +66,18 @@ class RMSNorm:
         self._shape = weight.shape
         self._factor = 1.0 + weight.float() if offset and not weight.requires_grad else weight
         self._fixed = not weight.requires_grad and weight.device.type == "cpu"
-        self._few = small.RowNorm(self._factor.float(), eps) if runs_native(weight) else None
-        self._few_elements = small.MAX_ROWS * weight.shape[0]
+        self._native = small.RowNorm(self._factor.float(), eps) if runs_native(weight) else None
         self._doubled = torch.cat((self._factor, self._factor)) if self._fixed else self._factor
 
     @property
     def native_factor(self) -> Tensor | None:
         """What native operations multiply with, float32 [D]; None where they do not serve."""
-        return None if self._few is None else self._few.factor
+        return None if self._native is None else self._native.factor
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension of x [..., D]."""
-        if self._few is not None and x.numel() <= self._few_elements and not x.requires_grad:
-            return self._few(x)
+        if self._native is not None and not x.requires_grad:
+            return self._native(x)
         if self._fixed and x.numel() == self._shape[0]:
             return self._of_one_row(x)
         if not self._offset:

@@ -18,6 +18,7 @@
 #define ISA_NAME "avx2"
 #define LANES 8
 #define HALVES 2
+#define GEMM 1
 typedef __m256 V;
 typedef __m256i W;
 typedef V O;

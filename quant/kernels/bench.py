@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import native
+from . import native, packing
 
 SHAPES = ((896, 896), (128, 896), (4864, 896), (896, 4864), (576, 576), (192, 576), (1536, 576), (576, 1536))
 POOL_BYTES = 400_000_000  # more than any cache
@@ -46,6 +46,7 @@ def _line(pool: Tensor, M: int, N: int, K: int, repeats: int) -> str:
     packed = _packed(pool, N, K)
     runs = {
         "torch bf16": _Cycle(lambda i: linear(x, dense[i]), len(dense), 2 * N * K),
+        "torch fp32": _Cycle(lambda i: linear(x.float(), dense[i].float()).bfloat16(), len(dense), 2 * N * K),
         "bf16": _Cycle(lambda i: native.bf16_matmul(x, dense[i]), len(dense), 2 * N * K),
         "int4": _Cycle(lambda i: native.int4_matmul(x, packed[i]), len(packed), packed[0].nbytes),
     }
@@ -55,14 +56,16 @@ def _line(pool: Tensor, M: int, N: int, K: int, repeats: int) -> str:
             times[name].append(run.burst())
     mid = {name: median(values) for name, values in times.items()}
     speeds = "  ".join(f"{name} {runs[name].nbytes / mid[name] / 1e9:5.1f}" for name in runs)
-    ratios = f"torch/bf16 x{mid['torch bf16'] / mid['bf16']:.2f}  bf16/int4 x{mid['bf16'] / mid['int4']:.2f}"
-    return f"{N:6} x {K:<5} rows {M:<2}  {speeds}  {ratios}"
+    torch_best = min(mid["torch bf16"], mid["torch fp32"])
+    ratios = f"torch/bf16 x{torch_best / mid['bf16']:.2f}  bf16/int4 x{mid['bf16'] / mid['int4']:.2f}"
+    ratios += f"  bf16 {2 * M * N * K / mid['bf16'] / 1e9:.0f} GFLOP/s"
+    return f"{N:6} x {K:<5} rows {M:<4}  {speeds}  {ratios}"
 
 
-def _packed(pool: Tensor, N: int, K: int) -> list[native.PackedInt4]:
+def _packed(pool: Tensor, N: int, K: int) -> list[packing.PackedInt4]:
     """One true packed matrix, then views of the pool: random codes take as long as any."""
     scales = torch.ones(N, K // GROUP)
-    first = native.pack_int4(torch.zeros(N, K, dtype=torch.uint8), scales, scales * 8, GROUP)
+    first = packing.pack_int4(torch.zeros(N, K, dtype=torch.uint8), scales, scales * 8, GROUP)
     data = pool.view(torch.uint8)
     rows = data[: data.numel() // first.nbytes * first.nbytes].view(-1, first.nbytes)
     return [replace(first, data=row) for row in rows]

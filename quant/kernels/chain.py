@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from . import native, small
+from . import native, packing, small
 
 MOST_ROWS: Final = small.MAX_ROWS
 _PARTS = 3  # matrices of one product at most; enum in chain.c, as the other numbers
@@ -40,7 +40,7 @@ class Operand:
         return cls(_filled(numbers), sum(weight.shape[0] for weight in weights), kept)
 
     @classmethod
-    def int4(cls, packed: native.PackedInt4, bias: Tensor | None) -> "Operand":
+    def int4(cls, packed: packing.PackedInt4, bias: Tensor | None) -> "Operand":
         """A packed matrix."""
         at = packed.data.data_ptr(), packed.out_features, 0 if bias is None else bias.data_ptr()
         numbers = (0, packed.in_features, *at, packed.groups, int(packed.wide))

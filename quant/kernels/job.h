@@ -42,8 +42,4 @@ static inline int adapt_alone(int64_t multiplications, int64_t bytes) {
     return multiplications / 30 < 20000 && bytes / 12 < 20000;
 }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 #endif

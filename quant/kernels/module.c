@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 
+#include "gemm.h"
 #include "job.h"
 
 static const Isa *const isas[] = {&adapt_isa_avx512bf16, &adapt_isa_avx512, &adapt_isa_avx2, &adapt_isa_scalar};
@@ -23,6 +24,7 @@ static int run(Job *job, Team team) {
     atomic_init(&next, 0);
     adapt_plan(job);
     if (job->M < 1 || job->rows < 1) return 1;
+    if (job->isa->gemm && job->parts && job->M > FEW_ROWS) return adapt_gemm(job, team);
     void *block = malloc(adapt_room(job) + LINE);
     if (!block) return 0;
     job->next = &next;
@@ -115,14 +117,15 @@ static PyObject *int4(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     return finish(&job, team);
 }
 
-/* names() -> the instruction sets in order of preference; an unsupported one is None */
-static PyObject *names(PyObject *self, PyObject *none) {
+/* isas() -> a pair for each instruction set, in order of preference: its name, or None where it is not supported, and
+ * whether it has a bf16 product for many rows */
+static PyObject *isas_here(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     PyObject *list = PyList_New(ISAS);
     for (Py_ssize_t i = 0; list && i < ISAS; i++) {
-        PyObject *name = isas[i]->supported() ? PyUnicode_FromString(isas[i]->name) : Py_NewRef(Py_None);
-        if (!name) Py_CLEAR(list);
-        else PyList_SET_ITEM(list, i, name);
+        PyObject *pair = Py_BuildValue("zO", isas[i]->supported() ? isas[i]->name : NULL, isas[i]->gemm ? Py_True : Py_False);
+        if (!pair) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, i, pair);
     }
     return list;
 }
@@ -141,7 +144,7 @@ static PyMethodDef methods[] = {
     {"adapter", (PyCFunction)(void (*)(void))adapt_adapter, METH_FASTCALL, "rows and what two products add to them"},
     {"draw", (PyCFunction)(void (*)(void))adapt_draw, METH_FASTCALL, "a token drawn from logits"},
     {"greatest", (PyCFunction)(void (*)(void))adapt_greatest, METH_FASTCALL, "the first of the greatest logits"},
-    {"names", names, METH_NOARGS, "instruction sets, best first"},
+    {"isas", isas_here, METH_NOARGS, "instruction sets, best first"},
     {NULL, NULL, 0, NULL},
 };
 

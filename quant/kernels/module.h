@@ -1,4 +1,4 @@
-/* What the parts of the Python module share: numbers from arguments, instruction sets by index, a team of threads. */
+/* What the parts of the Python module share: numbers from arguments, instruction sets by index. */
 #ifndef ADAPT_MODULE_H
 #define ADAPT_MODULE_H
 
@@ -6,19 +6,10 @@
 #include <Python.h>
 
 #include "native.h"
-
-/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that spin between calls, and a
- * second pool would fight with them for the cores. */
-typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
-
-/* The first cache line of a block that has one byte short of a line to spare. */
-static inline void *adapt_aligned(void *block) { return (void *)(((uintptr_t)block + LINE - 1) / LINE * LINE); }
+#include "team.h"
 
 /* An address as it comes from Python. */
 static inline const void *adapt_pointer(long long number) { return (const void *)(uintptr_t)number; }
-
-/* Bytes in whole cache lines. */
-static inline size_t adapt_lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 /* False with an exception set where an argument is no number. */
 int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);

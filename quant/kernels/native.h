@@ -74,6 +74,7 @@ typedef struct {
     void (*rms_norm)(const uint16_t *x, const float *factor, uint16_t *out, int64_t rows, int64_t D, float eps);
     void (*gated)(int kind, const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count);
     void (*attend)(const Attention *a, int64_t group, int64_t span);
+    int gemm; /* whether many rows of x have a product of their own (gemm.c) */
 } Isa;
 
 /* M rows in passes of at most `widest`, as equal as can be. */
@@ -83,6 +84,16 @@ static inline int64_t block_rows(int64_t M, int64_t widest) {
 }
 
 extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16;
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* The first cache line of a block that has one byte short of a line to spare. */
+static inline void *adapt_aligned(void *block) { return (void *)(((uintptr_t)block + LINE - 1) / LINE * LINE); }
+
+/* Bytes in whole cache lines. */
+static inline size_t adapt_lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 static inline float bf16_to_float(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;

@@ -17,13 +17,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-TILE = 16  # rows of a packed tile
-LINE_INPUTS = 8  # inputs of a packed line, for the 16 rows of its tile
-LONGEST_GROUP = 128  # longer groups are packed in parts: x shares a unit, and the C code keeps room, for so many
+from .packing import PackedInt4, pack_int4
+
 MOST_MATRICES = 8  # in one call
 CHECK_TOLERANCE = 0.02  # of the largest output; bf16 rounds to 0.004, a wrong lane is off by about 1
 
-max_rows = 64  # measured on AVX2: torch's fp32 product, with the weight cast on the way, wins from about 200 rows on
+FEW_ROWS = 64  # beyond, where many rows have no product of their own, a cast and a fp32 product of torch are faster
 
 
 @dataclass(frozen=True)
@@ -36,22 +35,7 @@ class Library:
     team: int  # address of GOMP_parallel in the OpenMP runtime that torch uses, or 0
     team_size: int  # and of omp_get_num_threads in the same
     isas: dict[str, int]  # instruction sets that this processor has and that passed the check, best first
-
-
-@dataclass(frozen=True)
-class PackedInt4:
-    """A 4-bit matrix in tiles of 16 rows; see docs/kernels.md."""
-
-    data: Tensor  # uint8, one dimension
-    out_features: int
-    in_features: int
-    groups: int  # as packed: groups longer than 128 are split
-    wide: bool  # scales and zeros in fp32, because bf16 would round them
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one product reads."""
-        return self.data.nbytes
+    many: bool  # whether the first of them has a bf16 product of its own for many rows
 
 
 def available() -> bool:
@@ -71,13 +55,19 @@ def instruction_sets() -> tuple[str, ...]:
     return () if isinstance(found, str) else tuple(found.isas)
 
 
+def most_rows() -> int:
+    """Up to how many rows of x `bf16_matmul` is the fastest here."""
+    found = _load()
+    return sys.maxsize if not isinstance(found, str) and found.many else FEW_ROWS
+
+
 def bf16_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, threads: int | None = None, isa: str | None = None
 ) -> Tensor:
     """Product x [M, K] @ w [N, K].T (+ bias [N]) -> [M, N], all bf16 and contiguous; sums in fp32.
 
-    Any M works; beyond `max_rows` other products are faster. Raises ValueError for other shapes, dtypes or devices,
-    and RuntimeError where `available()` is False.
+    Any M works; beyond `most_rows()` other products are faster. Up to 16 rows each gets the bits that it gets alone.
+    Raises ValueError for other shapes, dtypes or devices, and RuntimeError where `available()` is False.
     """
     found = library()
     M, K = _rows(x)
@@ -139,56 +129,6 @@ def dequantize(packed: PackedInt4, start: int, stop: int) -> Tensor:
     return out
 
 
-def can_pack(K: int, group_size: int) -> bool:
-    """Whether a matrix with K inputs in such groups can be packed: both multiples of 8."""
-    return group_size > 0 and group_size % LINE_INPUTS == 0 and K % group_size == 0
-
-
-def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> PackedInt4:
-    """Pack codes [N, K] (uint8, 0..15), scales and zeros [N, K / group_size]: W = (codes - zeros) * scales, unrounded.
-
-    A group size of -1 is one group per row. Raises ValueError where `can_pack` is False or the shapes do not fit.
-    """
-    N, K = codes.shape
-    group_size = K if group_size == -1 else group_size
-    if not can_pack(K, group_size):
-        raise ValueError(f"{K} inputs in groups of {group_size} cannot be packed: multiples of {LINE_INPUTS} only")
-    if scales.shape != (N, K // group_size) or zeros.shape != scales.shape:
-        raise ValueError("scales and zeros must be [N, K / group_size]")
-    part = max(size for size in range(LINE_INPUTS, LONGEST_GROUP + 1, LINE_INPUTS) if group_size % size == 0)
-    tiles, groups = -(-N // TILE), K // part
-    wide = not (_exact_in_bf16(scales) and _exact_in_bf16(zeros))
-    heads = [_head(values, group_size // part, tiles, wide=wide) for values in (scales, zeros)]
-    data = torch.cat([*heads, _lines(codes, tiles, groups)], dim=2)
-    return PackedInt4(data.flatten(), N, K, groups, wide)
-
-
-def _lines(codes: Tensor, tiles: int, groups: int) -> Tensor:
-    """Codes as bytes [tiles, groups, lines * 64]: see the picture in docs/kernels.md."""
-    N, K = codes.shape
-    padded = torch.zeros(tiles * TILE, K, dtype=torch.uint8)
-    padded[:N] = codes
-    # A row's eight codes are one int64. Codes 2 and 3 move beside 0 and 1, and 6 and 7 beside 4 and 5, as high nibbles:
-    # its bytes 0, 4, 1 and 5 are then the word in which even inputs are the low half and odd ones the high half.
-    codes8 = padded.view(torch.int64)
-    codes8 |= codes8 >> 12
-    words = (codes8 & 0xFF) | (codes8 >> 24 & 0xFF00) | (codes8 << 8 & 0xFF0000) | (codes8 >> 16 & 0xFF000000)
-    lines = words.view(torch.int32)[:, ::2].view(tiles, TILE, K // LINE_INPUTS)
-    return lines.transpose(1, 2).contiguous().view(torch.uint8).view(tiles, groups, -1)
-
-
-def _head(values: Tensor, parts: int, tiles: int, *, wide: bool) -> Tensor:
-    """One parameter [N, G] as bytes [tiles, G * parts, 16 * 2 or 4]; the rows of padding get zeros."""
-    padded = torch.zeros(tiles * TILE, values.shape[1], dtype=torch.float32 if wide else torch.bfloat16)
-    padded[: values.shape[0]] = values
-    by_group = padded.repeat_interleave(parts, dim=1).view(tiles, TILE, -1).transpose(1, 2).contiguous()
-    return by_group.view(torch.uint8)
-
-
-def _exact_in_bf16(values: Tensor) -> bool:
-    return torch.equal(values.float(), values.bfloat16().float())
-
-
 def _rows(x: Tensor) -> tuple[int, int]:
     if x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous() or not x.is_cpu:
         raise ValueError("x must be a contiguous bf16 [M, K] on the CPU")
@@ -238,12 +178,13 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "cosines"):
+    if not hasattr(module, "isas"):
         return "the C module was built from an older source: install the package again"
-    isas = {name: index for index, name in enumerate(module.names()) if name is not None}
+    isas = {name: index for index, (name, _) in enumerate(module.isas()) if name is not None}
     team, size = _torch_team()
     good = {n: i for n, i in isas.items() if n == "scalar" or _agrees(module, i, isas["scalar"])}
-    return Library(module, module.dense, module.int4, team, size, good)
+    many = module.isas()[next(iter(good.values()))][1]
+    return Library(module, module.dense, module.int4, team, size, good, many)
 
 
 def _torch_team() -> tuple[int, int]:
@@ -267,14 +208,14 @@ def _torch_team() -> tuple[int, int]:
 
 
 def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:
-    """Whether an instruction set gives what plain C gives, on small matrices and every number of rows in one pass."""
+    """Whether an instruction set gives what plain C gives, on small matrices, for few rows and for many."""
     generator = torch.Generator().manual_seed(7)
-    N, K, group = 37, 200, 40
+    N, K, group = 37, 360, 40
     w = torch.randn(N, K, generator=generator).bfloat16()
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
     scales = torch.rand(N, K // group, generator=generator).bfloat16().float() + 0.125
     packs = [pack_int4(codes, scales, scales * factor, group) for factor in (8.0, 8.1)]
-    for M in range(1, 9):
+    for M in (*range(1, 9), 29):
         x = torch.randn(M, K, generator=generator).bfloat16()
         for matrix in (w, *packs):
             expected, got = (_on_one_thread(module, which, x, matrix) for which in (scalar, isa))

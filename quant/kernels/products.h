@@ -4,7 +4,7 @@
  * values), O (what a pair of bf16 values is multiplied as) and HALVES: 2 where O holds the even or the odd values of the
  * pairs as floats, 1 where O is the pairs themselves. The operations: zero, add, scale_add, splat, sum, load_floats,
  * store_floats, load_words, load_operand, store_operand, operand, multiply_add; for 4 bits no_words, code_pairs,
- * broadcast_word, add_words, multiply_pairs, word_floats, parameters.
+ * broadcast_word, add_words, multiply_pairs, word_floats, parameters. GEMM: whether gemm.c serves it.
  *
  * 4-bit codes are never converted to floating point: x is prepared in fixed point (fixed.h), so that a group's dot
  * products are exact sums of integers:
@@ -217,5 +217,5 @@ static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, in
 const Isa ISA_SYMBOL = {
     ISA_NAME,         NAME(supported), DENSE_BLOCK,        INT4_BLOCK,      NAME(dense_bytes), NAME(dense_prepare),
     NAME(dense_rows), NAME(int4_bytes), NAME(int4_prepare), NAME(int4_rows),
-    NAME(rms_norm),   NAME(gated),     NAME(attend),
+    NAME(rms_norm),   NAME(gated),     NAME(attend),       GEMM,
 };

@@ -1,4 +1,4 @@
-/* The small operations of one token: arguments, the rotation and the step into the cache, threads for long contexts.
+/* The operations between the products: arguments, threads, the rotation of a token and its step into the cache.
  * Like module.c it trusts its arguments, which small.py checks. The arithmetic that is worth vectors is in rows.h.
  */
 #include "module.h"
@@ -7,15 +7,60 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* rms_norm(isa, x, factor, out, rows, D, eps) */
+/* Rows that need nothing of each other, shared out among threads some at a time. */
+typedef struct {
+    void (*work)(const void *what, int64_t first, int64_t last);
+    const void *what;
+    int64_t rows, step;
+    atomic_llong next;
+} Shared;
+
+enum { SOME = 16384, ALONE = 40000 }; /* values at a time, and those that one thread does before others have woken */
+
+static void take_rows(void *data) {
+    Shared *shared = data;
+    for (;;) {
+        int64_t first = atomic_fetch_add_explicit(&shared->next, shared->step, memory_order_relaxed);
+        if (first >= shared->rows) return;
+        shared->work(shared->what, first, least(shared->rows, first + shared->step));
+    }
+}
+
+static void share_rows(Shared *shared, long long team, long long threads, int64_t width) {
+    shared->step = width < SOME ? SOME / (width ? width : 1) : 1;
+    atomic_init(&shared->next, 0);
+    int64_t most = least(threads, ceil_div(shared->rows, shared->step));
+    Py_BEGIN_ALLOW_THREADS
+    if (team && most > 1 && shared->rows * width > ALONE) ((Team)(uintptr_t)team)(take_rows, shared, (unsigned)most, 0);
+    else take_rows(shared);
+    Py_END_ALLOW_THREADS
+}
+
+typedef struct {
+    const Isa *isa;
+    const uint16_t *x;
+    const float *factor;
+    uint16_t *out;
+    int64_t D;
+    float eps;
+} Norms;
+
+static void norm_rows(const void *what, int64_t first, int64_t last) {
+    const Norms *n = what;
+    n->isa->rms_norm(n->x + first * n->D, n->factor, n->out + first * n->D, last - first, n->D, n->eps);
+}
+
+/* rms_norm(team, threads, isa, x, factor, out, rows, D, eps) */
 PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long a[6];
+    long long a[8];
     (void)self;
-    if (!adapt_read_all(args, count, a, 6, 1, "rms_norm(isa, x, factor, out, rows, D, eps)")) return NULL;
-    double eps = PyFloat_AsDouble(args[6]);
-    const Isa *isa = PyErr_Occurred() ? NULL : adapt_find_isa(a[0]);
-    if (!isa) return NULL;
-    isa->rms_norm(adapt_pointer(a[1]), adapt_pointer(a[2]), (uint16_t *)(uintptr_t)a[3], a[4], a[5], (float)eps);
+    if (!adapt_read_all(args, count, a, 8, 1, "rms_norm(team, threads, isa, x, factor, out, rows, D, eps)")) return NULL;
+    double eps = PyFloat_AsDouble(args[8]);
+    Norms norms = {PyErr_Occurred() ? NULL : adapt_find_isa(a[2]), adapt_pointer(a[3]), adapt_pointer(a[4]),
+                   (uint16_t *)(uintptr_t)a[5], a[7], (float)eps};
+    if (!norms.isa) return NULL;
+    Shared shared = {.work = norm_rows, .what = &norms, .rows = a[6]};
+    share_rows(&shared, a[0], a[1], norms.D);
     Py_RETURN_NONE;
 }
 
@@ -45,16 +90,32 @@ PyObject *adapt_cosines(PyObject *self, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-/* gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride) */
+typedef struct {
+    const Isa *isa;
+    int kind;
+    const uint16_t *gate, *up;
+    uint16_t *out;
+    int64_t N, gate_stride, up_stride;
+} Gates;
+
+static void gate_rows(const void *what, int64_t first, int64_t last) {
+    const Gates *g = what;
+    for (int64_t m = first; m < last; m++)
+        g->isa->gated(g->kind, g->gate + m * g->gate_stride, g->up + m * g->up_stride, g->out + m * g->N, g->N);
+}
+
+static const char gated_usage[] = "gated(team, threads, isa, kind, gate, up, out, rows, N, gate_stride, up_stride)";
+
+/* See `gated_usage`; strides in values. */
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long a[9];
+    long long a[11];
     (void)self;
-    if (!adapt_read_all(args, count, a, 9, 0, "gated(isa, kind, gate, up, out, rows, N, gate_stride, up_stride)")) return NULL;
-    const Isa *isa = adapt_find_isa(a[0]);
-    if (!isa) return NULL;
-    const uint16_t *gate = adapt_pointer(a[2]), *up = adapt_pointer(a[3]);
-    uint16_t *out = (uint16_t *)(uintptr_t)a[4];
-    for (int64_t m = 0; m < a[5]; m++) isa->gated((int)a[1], gate + m * a[7], up + m * a[8], out + m * a[6], a[6]);
+    if (!adapt_read_all(args, count, a, 11, 0, gated_usage)) return NULL;
+    Gates gates = {adapt_find_isa(a[2]), (int)a[3], adapt_pointer(a[4]), adapt_pointer(a[5]), (uint16_t *)(uintptr_t)a[6],
+                   a[8], a[9], a[10]};
+    if (!gates.isa) return NULL;
+    Shared shared = {.work = gate_rows, .what = &gates, .rows = a[7]};
+    share_rows(&shared, a[0], a[1], gates.N);
     Py_RETURN_NONE;
 }
 

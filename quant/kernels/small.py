@@ -1,6 +1,6 @@
-"""The small operations of a decode step on few bf16 rows: RMS norm, gated activation, attention of one token.
+"""The operations between the products, on bf16 rows: RMS norm, gated activation, attention of one token.
 
-They are a few microseconds of arithmetic each, in torch many times that. The C module behind them is that of
+They are a few microseconds of arithmetic for one token, in torch many times that. The C module behind them is that of
 `native`; where it is missing or fails its check, `available()` is False and torch does the same. Nothing here is
 differentiable. Knows no layers and no cache.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from . import native
 
 GATES = {"silu": 0, "gelu_tanh": 1}  # enum in native.h
-MAX_ROWS = 64  # one thread does the work; beyond, torch's threads pay
+MAX_ROWS = 64  # of what one thread does; beyond, torch's threads pay
 LONG = 512  # keys, those of several tokens added, from which on other threads are woken
 CHECK_TOLERANCE = 0.01  # of the largest output: two roundings to bf16 differ by 0.008 at most
 
@@ -50,7 +50,7 @@ class RowNorm:
     def __init__(self, factor: Tensor, eps: float, *, isa: str | None = None) -> None:
         self.factor = _floats(factor, 1)
         self._at, self._width, self._eps = factor.data_ptr(), factor.shape[0], eps
-        self._isa = index(isa)
+        self._isa, self._team = index(isa), native.library().team
         self._call: Callable[..., None] = native.library().module.rms_norm
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class RowNorm:
         x = x.contiguous()
         check(x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] == self._width, "x must be bf16 [..., D]")
         out = torch.empty_like(x)
-        rows = x.numel() // self._width
-        self._call(self._isa, x.data_ptr(), self._at, out.data_ptr(), rows, self._width, self._eps)
+        rows, way = x.numel() // self._width, (self._team, torch.get_num_threads(), self._isa)
+        self._call(*way, x.data_ptr(), self._at, out.data_ptr(), rows, self._width, self._eps)
         return out
 
 
@@ -67,7 +67,7 @@ class Gate:
     """activation(gate) * up in fp32, rounded to bf16 once. `kind` is a key of `GATES`."""
 
     def __init__(self, kind: str, *, isa: str | None = None) -> None:
-        self._kind, self._isa = GATES[kind], index(isa)
+        self._kind, self._isa, self._team = GATES[kind], index(isa), native.library().team
         self._call: Callable[..., None] = native.library().module.gated
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -77,14 +77,11 @@ class Gate:
             raise ValueError("gate and up must be bf16 on the CPU")
         if up.numel() != size or up.shape[-1] != width:
             raise ValueError("gate and up must be of one shape")
-        places = self._isa, self._kind, gate.data_ptr(), up.data_ptr()
-        if gate.is_contiguous() and up.is_contiguous():
-            out = torch.empty_like(gate)
-            self._call(*places, out.data_ptr(), 1, size, 0, 0)
-            return out
         check(_even(gate) and _even(up), "rows of gate and up must be evenly spaced")
         out = gate.new_empty(gate.shape)
-        self._call(*places, out.data_ptr(), size // width, width, gate.stride(1), up.stride(1))
+        way = self._team, torch.get_num_threads(), self._isa, self._kind
+        strides = gate.stride(1), up.stride(1)
+        self._call(*way, gate.data_ptr(), up.data_ptr(), out.data_ptr(), size // max(width, 1), width, *strides)
         return out
 
 
@@ -279,9 +276,9 @@ def _samples(module: ModuleType, isa: int) -> list[Tensor]:
 
     x, up, factor = normal(3, 77), normal(3, 77), torch.rand(77, generator=generator)
     results = [torch.zeros_like(x) for _ in range(3)]
-    module.rms_norm(isa, x.data_ptr(), factor.data_ptr(), results[0].data_ptr(), 3, 77, 1e-5)
+    module.rms_norm(0, 1, isa, x.data_ptr(), factor.data_ptr(), results[0].data_ptr(), 3, 77, 1e-5)
     for kind, out in enumerate(results[1:]):
-        module.gated(isa, kind, x.data_ptr(), up.data_ptr(), out.data_ptr(), 3, 77, 77, 77)
+        module.gated(0, 1, isa, kind, x.data_ptr(), up.data_ptr(), out.data_ptr(), 3, 77, 77, 77)
     for size in range(1, 9):
         width, groups, count = 20 + 4 * size, 2, 150
         heads, value, turn = normal((size + 1) * groups * width), normal(groups * width), normal(2, width)

@@ -1,4 +1,4 @@
-/* The threads of one call, which meet between its parts. */
+/* The threads of one call: who starts them, and how they meet between its parts. */
 #ifndef ADAPT_TEAM_H
 #define ADAPT_TEAM_H
 
@@ -16,6 +16,10 @@
 #else
 #define RELAX() ((void)0)
 #endif
+
+/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that spin between calls, and a
+ * second pool would fight with them for the cores. */
+typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
 
 enum { SPINS = 4000 };
 

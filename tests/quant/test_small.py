@@ -35,6 +35,23 @@ def test_rms_norm(isa: str, D: int, rows: int) -> None:
     close(small.RowNorm(factor, 1e-5, isa=isa)(x), expected)
 
 
+@pytest.mark.parametrize("N", [24, 20000])
+def test_rows_are_shared_out_among_threads(N: int) -> None:
+    """Many short rows, or few long ones: each as by itself."""
+    rows = 700_000 // N
+    x, up, factor = normal(1, rows, N), normal(1, rows, N, seed=1), torch.rand(N) + 0.5
+    norm, gate = small.RowNorm(factor, 1e-5), small.Gate("silu")
+    normed = torch.cat([norm(row) for row in x.split(1, 1)], 1)
+    gated = torch.cat([gate(*pair) for pair in zip(x.split(1, 1), up.split(1, 1), strict=True)], 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(norm(x), normed)
+        assert torch.equal(gate(x, up), gated)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_norm_of_nothing_is_nothing() -> None:
     assert not small.RowNorm(torch.ones(40), 1e-6)(torch.zeros(1, 40, dtype=torch.bfloat16)).any()
 
@@ -199,7 +216,7 @@ def test_a_wrong_instruction_set_is_not_used() -> None:
     scalar = library.isas["scalar"]
     expected = small._samples(library.module, scalar)
     assert small._agree(small._samples(library.module, scalar), expected)
-    for name, place, change in [("rms_norm", 5, -1), ("gated", 6, -1), ("attend_rows", 16, 1), ("attend_rows", 17, -1)]:
+    for name, place, change in [("rms_norm", 7, -1), ("gated", 8, -1), ("attend_rows", 16, 1), ("attend_rows", 17, -1)]:
         wrong: Any = type("Module", (), {n: getattr(library.module, n) for n in ("rms_norm", "gated", "attend_rows")})()
         right = getattr(library.module, name)
 
