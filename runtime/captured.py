@@ -15,6 +15,7 @@ from .block import Block
 from .cache import KVCache
 from .decoder import Decoder
 from .dense import Dense
+from .exits import thresholds_of
 from .generate import Model, StepOutput
 from .graphs import Graphs
 from .nvium import Nvium
@@ -23,7 +24,7 @@ from .progress import Reporter, SilentReporter
 from .river import River
 from .sampling import Sampler
 from .static import LEAST_BUCKET, StaticCache, StaticFrame, StaticFrames, StaticStep, bucket_of
-from .static_exits import DeviceRule, joined, river_blocks, thresholds_of
+from .static_exits import DeviceRule, joined, river_blocks
 from .static_segments import SegmentGraphs
 
 Result = tuple[Tensor, Tensor]

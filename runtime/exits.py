@@ -5,6 +5,7 @@ does not depend on the stream: the positions that never leave, and where the bac
 Neither knows blocks, caches or 4-bit weights; `runtime.river` acts on what they say.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,8 @@ from ..quant.kernels import small
 
 ALWAYS = -2.0
 """A threshold below every cosine."""
+NEVER = math.inf
+"""A threshold above every cosine."""
 HELD = 1
 """Tokens at the beginning of a sequence that never leave. All later ones attend to the first, whatever it says (an
 attention sink; Xiao et al., arXiv 2309.17453), so the error of its 4-bit keys and values reaches every one of them."""
@@ -123,6 +126,19 @@ class Route:
         if self.resident is not None and layer >= self.resident:
             return torch.ones(after.shape[:-1], dtype=torch.bool, device=after.device)
         return self.policy.leaves(layer, before, after) & (positions >= self.held)
+
+
+def thresholds_of(policy: ExitPolicy, num_layers: int) -> tuple[float, ...] | None:
+    """The cosine that blocks 1 to L must exceed for a token to leave, `NEVER` where none does; None: another rule."""
+    match policy:
+        case CosineExit():
+            asked = range(1, len(policy.thresholds) + 1)
+            found = [policy.thresholds[layer - 1] if policy.asks(layer) else NEVER for layer in asked]
+            return (*found, *[NEVER] * (num_layers - len(found)))
+        case FixedExit():
+            return tuple(ALWAYS if layer >= policy.depth else NEVER for layer in range(1, num_layers + 1))
+        case _:
+            return None
 
 
 def exit_histogram(depths: Sequence[int], num_layers: int) -> list[int]:

@@ -6,19 +6,21 @@ each at their own; the first positions of a sequence may be held back (`exits.Ro
 Source: River-LLM (arXiv 2604.18396), sections 4.1 and 4.2. Knows no files, no text, no sampling.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..quant.kernels.chain import Rungs
 from .block import Block
 from .cache import KVCache, KVStore
 from .decoder import Decoder
-from .exits import ExitPolicy, FixedExit, Route
+from .exits import ExitPolicy, FixedExit, Route, thresholds_of
 from .generate import StepOutput
 from .routing import Ladder
 from .sampling import Sampler
-from .stack import run_layers
+from .stack import Stack, run_layers
 from .step import Step
 
 
@@ -45,6 +47,7 @@ class River:
         self.policy, self.held, self.dense_prefill = policy, held, dense_prefill
         count = decoder.arch.num_layers
         self.deepest = count if resident is None else min(resident, count)
+        self._rungs: dict[ExitPolicy, Rungs | None] = {}
         self._prefill_policy: ExitPolicy = FixedExit(self.deepest) if dense_prefill else policy
 
     @property
@@ -111,27 +114,42 @@ class River:
     def _climb(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy) -> tuple[Tensor, int]:
         """All rows but those held leave together; returns h and the depth where they did."""
         free = self._free(step, h.device)
-        h, depth = self._climb_backbone(h, step, kv, policy, free)
-        gone = depth  # blocks behind which nobody is left in the backbone
+        h, gone, depth = self._climb_backbone(h, step, kv, policy, free)
         if free is not None:
             ladder, gone = Ladder(self.decoder.arch, self.decoder.blocks, self.exits), self.deepest
-            for index in range(depth, gone):
+            for index in range(depth, gone):  # behind them nobody is left in the backbone
                 h = ladder.run(h, step, kv, index, free)
         return run_layers(self.exits, h, step, kv, range(gone, self.decoder.arch.num_layers)), depth
 
     def _climb_backbone(
         self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy, free: Tensor | None
-    ) -> tuple[Tensor, int]:
-        """Run dense blocks until the rows leave; those after which none can go in one stretch."""
-        run, done = self.decoder.run, 0
-        for layer in range(1, self.deepest):
+    ) -> tuple[Tensor, int, int]:
+        """Run dense blocks until the rows leave; those after which none can go in one stretch.
+
+        Returns h, how many blocks have run, exit layers among them, and after how many the rows left.
+        """
+        h, done, depth = (h, 0, 0) if free is not None else self._climb_natively(h, step, kv, policy)
+        if depth:
+            return h, done, depth
+        run = self.decoder.run
+        for layer in range(done + 1, self.deepest):
             if not policy.asks(layer):
                 continue
             before = run(h, step, kv, range(done, layer - 1))
             h, done = run(before, step, kv, range(layer - 1, layer)), layer
             if _all_leave(policy, layer, before, h, free):
-                return h, layer
-        return run(h, step, kv, range(done, self.deepest)), self.deepest
+                return h, layer, layer
+        return run(h, step, kv, range(done, self.deepest)), self.deepest, self.deepest
+
+    def _climb_natively(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy) -> tuple[Tensor, int, int]:
+        """As much of the climb as one native call can do: see `Stack.climb`."""
+        if policy not in self._rungs:
+            thresholds = thresholds_of(policy, self.decoder.arch.num_layers)
+            self._rungs[policy] = None if thresholds is None else Rungs(array("d", thresholds), self.deepest)
+        rungs, blocks, exits = self._rungs[policy], self.decoder.blocks, self.exits
+        if rungs is None or not isinstance(blocks, Stack) or not isinstance(exits, Stack):
+            return h, 0, 0
+        return blocks.climb(exits, rungs, h, step, kv)
 
     def _free(self, step: Step, device: torch.device) -> Tensor | None:
         """Which rows may leave, bool [B, S]; None: all of them."""

@@ -1,7 +1,7 @@
 """Blocks one behind the other: a stretch of them runs as one native call where that can be, else block by block.
 
 Either way the numbers are the same. Knows no files, and not what the blocks are for: a backbone is a stack, and so are
-the exit layers.
+the exit layers; a climb goes over from one to the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.kernels import small
-from ..quant.kernels.chain import MOST_ROWS, Chain, Shape
+from ..quant.kernels.chain import MOST_ROWS, Chain, Rungs, Shape
 from .architecture import Architecture
 from .block import Block
 from .cache import KVCache, KVStore
@@ -46,6 +46,19 @@ class Stack(Sequence[Block]):
         for layer in layers:
             h = self._blocks[layer](h, step, kv)
         return h
+
+    def climb(self, exits: "Stack", rungs: Rungs, h: Tensor, step: Pass, kv: KVStore) -> tuple[Tensor, int, int]:
+        """Take h [B, S, hidden] through these blocks until its rows leave, then through `exits`, in one native call.
+
+        Returns h, how many blocks have run, and after how many the rows left, 0 where they have not. It ends early
+        where a block has not run before: then the caller goes on from there.
+        """
+        chain, other = self._chain, exits._chain  # noqa: SLF001 - its own kind
+        if chain is None or other is None or not isinstance(step, Step) or not isinstance(kv, KVCache):
+            return h, 0, 0
+        if not self._fits(h, step, kv):
+            return h, 0, 0
+        return chain.climb(other, rungs, h, (step.rows, *kv.claim_all(step, range(len(self)))))
 
     def _fits(self, h: Tensor, step: Step, kv: KVCache) -> bool:
         if self._unfit or not (step.few or (step.tokens and h.shape[0] <= MOST_ROWS)):

@@ -5,7 +5,6 @@ graphs and no cache. Source: River-LLM (arXiv 2604.18396), eq. (1).
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -18,23 +17,8 @@ from ..quant.linear import DenseLinear, Int4Linear, Linear
 from ..quant.probe import triton_works
 from .architecture import Architecture
 from .block import Block, Fused, Projection
-from .exits import ALWAYS, CosineExit, ExitPolicy, FixedExit, cosine
+from .exits import ALWAYS, NEVER, cosine
 from .river import River
-
-NEVER = math.inf
-
-
-def thresholds_of(policy: ExitPolicy, num_layers: int) -> tuple[float, ...] | None:
-    """The cosine that blocks 1 to L must exceed for a token to leave, `NEVER` where none does; None: another rule."""
-    match policy:
-        case CosineExit():
-            asked = range(1, len(policy.thresholds) + 1)
-            found = [policy.thresholds[layer - 1] if policy.asks(layer) else NEVER for layer in asked]
-            return (*found, *[NEVER] * (num_layers - len(found)))
-        case FixedExit():
-            return tuple(ALWAYS if layer >= policy.depth else NEVER for layer in range(1, num_layers + 1))
-        case _:
-            return None
 
 
 class DeviceRule:

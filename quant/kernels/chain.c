@@ -1,4 +1,5 @@
-/* Decoder blocks one behind the other in one call, with one team of threads that meets between the products.
+/* Decoder blocks one behind the other in one call, with one team of threads that meets between the products; and the
+ * choice between two forms of each block, by what the blocks before have done (River's exit).
  *
  * Waking a team costs more than many a product of a small model, and Python between them as much again. What threads
  * share is what products write; the rest each of them computes for itself, from the same numbers to the same bits.
@@ -34,6 +35,9 @@ typedef struct {
     uint16_t *result;
     const int64_t *blocks, *places, *rows;
     int64_t count, group_stride, row_stride;
+    const int64_t *exits; /* the blocks that run once the rows have left, or NULL: nobody leaves */
+    const double *thresholds; /* of each block: the cosine above which a row leaves after it */
+    int64_t resident; /* after so many blocks all rows leave */
     float eps, scale;
     /* shared */
     uint16_t *qkv, *attended, *mixed, *wide;
@@ -45,14 +49,23 @@ typedef struct {
     size_t own_bytes, prepared_bytes;
     atomic_llong *stages;
     Meeting meeting;
+    /* found */
+    int64_t done, depth; /* blocks that ran, and after how many the rows left; 0: they did not */
 } Chain;
 
-/* What a thread has for itself: the residual stream [M, hidden], the input of a product, and that laid out. */
+/* What a thread has for itself: the residual stream [M, hidden], that before the block, the input of a product, and that
+ * laid out; and which blocks it runs, the same as all others. */
 typedef struct {
-    uint16_t *h, *x;
+    uint16_t *h, *before, *x;
     void *prepared;
+    const int64_t *blocks;
     int64_t index, threads;
 } Own;
+
+static const int64_t *numbers_of(const int64_t *blocks, int64_t index) { return blocks + index * BLOCK_NUMBERS; }
+
+/* Whether somebody has described a block: its products have inputs. */
+static int is_there(const int64_t *block) { return block[FIRST_PRODUCT + 1] != 0; }
 
 static int64_t padded(const Chain *c) { return ceil_div(c->width, PAD) * PAD; }
 
@@ -74,7 +87,7 @@ static Job job_of(const Chain *c, const int64_t *block, int which, const uint16_
 }
 
 static void multiply(Chain *c, Own *own, int64_t block, int which, const uint16_t *x, uint16_t *out) {
-    Job job = job_of(c, c->blocks + block * BLOCK_NUMBERS, which, x, out);
+    Job job = job_of(c, numbers_of(own->blocks, block), which, x, out);
     job.next = &c->stages[block * STAGES + which];
     adapt_prepare(&job, own->prepared);
     adapt_work(&job);
@@ -121,7 +134,7 @@ static void enter_row(Chain *c, const int64_t *block, int64_t m) {
 
 static void attend(Chain *c, Own *own, int64_t block) {
     if (own->index == 0)
-        for (int64_t m = 0; m < c->M; m++) enter_row(c, c->blocks + block * BLOCK_NUMBERS, m);
+        for (int64_t m = 0; m < c->M; m++) enter_row(c, numbers_of(own->blocks, block), m);
     meet(&c->meeting, own->threads);
     atomic_llong *next = &c->stages[block * STAGES + ATTEND];
     for (;;) {
@@ -133,7 +146,7 @@ static void attend(Chain *c, Own *own, int64_t block) {
 }
 
 static void run_block(Chain *c, Own *own, int64_t index) {
-    const int64_t *block = c->blocks + index * BLOCK_NUMBERS;
+    const int64_t *block = numbers_of(own->blocks, index);
     norm(c, block[NORM_IN], own->h, own->x);
     multiply(c, own, index, QKV, own->x, c->qkv);
     attend(c, own, index);
@@ -149,28 +162,51 @@ static void run_block(Chain *c, Own *own, int64_t index) {
     add_mixed(c, own, block[NORM_OUT]);
 }
 
+/* Whether rows can leave after a block. */
+static int is_asked(const Chain *c, const Own *own, int64_t block) {
+    return c->exits && own->blocks == c->blocks && (c->thresholds[block] < 1 || block + 1 >= c->resident);
+}
+
+/* Whether all do: the backbone ends, or each has turned little in the block (River eq. 1). Every thread finds the same. */
+static int leave(const Chain *c, const Own *own, int64_t block) {
+    if (block + 1 >= c->resident || c->thresholds[block] < -1) return 1;
+    for (int64_t at = 0; at < c->M * c->hidden; at += c->hidden)
+        if (!(adapt_cosine(own->before + at, own->h + at, c->hidden) > c->thresholds[block])) return 0;
+    return 1;
+}
+
 static void run_thread(void *data) {
     Chain *c = data;
     size_t stream = (size_t)(c->M * c->hidden) * sizeof(uint16_t);
-    Own own = {.index = atomic_fetch_add(&c->meeting.entered, 1), .threads = c->threads > 1 ? c->team_size() : 1};
+    Own own = {.index = atomic_fetch_add(&c->meeting.entered, 1), .threads = c->threads > 1 ? c->team_size() : 1,
+               .blocks = c->blocks};
     char *at = c->own + (size_t)own.index * c->own_bytes;
     own.prepared = at;
     own.h = (uint16_t *)(at + c->prepared_bytes);
-    own.x = (uint16_t *)(at + c->prepared_bytes + adapt_lines(stream));
+    own.before = (uint16_t *)(at + c->prepared_bytes + adapt_lines(stream));
+    own.x = (uint16_t *)(at + c->prepared_bytes + 2 * adapt_lines(stream));
     memcpy(own.h, c->h, stream);
-    for (int64_t block = 0; block < c->count; block++) run_block(c, &own, block);
-    if (own.index == 0) memcpy(c->result, own.h, stream);
+    int64_t block = 0, depth = 0;
+    for (; block < c->count && is_there(numbers_of(own.blocks, block)); block++) {
+        int asked = is_asked(c, &own, block);
+        if (asked) memcpy(own.before, own.h, stream);
+        run_block(c, &own, block);
+        if (asked && leave(c, &own, block)) own.blocks = c->exits, depth = block + 1;
+    }
+    if (own.index) return;
+    memcpy(c->result, own.h, stream);
+    c->done = block, c->depth = depth;
 }
 
-/* The largest room that any product of the chain needs for its x. */
-static size_t most_room(const Chain *c) {
+/* The largest room that any product of some blocks needs for its x. */
+static size_t room_of(const Chain *c, const int64_t *blocks) {
     size_t most = 0;
-    for (int64_t block = 0; block < c->count; block++) {
-        for (int which = 0; which < PRODUCTS; which++) {
-            Job job = job_of(c, c->blocks + block * BLOCK_NUMBERS, which, NULL, NULL);
-            size_t bytes = adapt_room(&job);
-            most = bytes > most ? bytes : most;
-        }
+    for (int64_t at = 0; blocks && at < c->count * PRODUCTS; at++) {
+        const int64_t *block = numbers_of(blocks, at / PRODUCTS);
+        if (!is_there(block)) continue;
+        Job job = job_of(c, block, (int)(at % PRODUCTS), NULL, NULL);
+        size_t bytes = adapt_room(&job);
+        most = bytes > most ? bytes : most;
     }
     return adapt_lines(most);
 }
@@ -203,8 +239,9 @@ static void *take(Memory *memory, int64_t bytes) {
 static size_t lay_out(Chain *c, uintptr_t start) {
     Memory memory = {start, start};
     int64_t M = c->M, P = padded(c), heads = c->queries + 2 * c->groups, most = c->inner > c->hidden ? c->inner : c->hidden;
-    c->prepared_bytes = most_room(c);
-    c->own_bytes = c->prepared_bytes + adapt_lines((size_t)(2 * M * c->hidden)) + adapt_lines((size_t)(2 * M * most));
+    size_t room = room_of(c, c->blocks), other = room_of(c, c->exits);
+    c->prepared_bytes = room > other ? room : other;
+    c->own_bytes = c->prepared_bytes + 2 * adapt_lines((size_t)(2 * M * c->hidden)) + adapt_lines((size_t)(2 * M * most));
     c->stages = take(&memory, c->count * STAGES * (int64_t)sizeof(atomic_llong));
     c->queries32 = take(&memory, 4 * M * c->queries * P);
     c->sums = take(&memory, 4 * M * c->spans * c->queries * P);
@@ -235,11 +272,13 @@ static int run(Chain *c) {
     return 1;
 }
 
-enum { NUMBERS = 20 };
+enum { NUMBERS = 23 };
 static const char usage[] = "chain(team, team_size, threads, products_isa, small_isa, hidden, inner, queries, groups, width, "
-                            "gate, kinds, M, h, result, blocks, count, places, rows, cache_strides, eps, scale)";
+                            "gate, kinds, M, h, result, blocks, count, places, rows, cache_strides, exits, thresholds, "
+                            "resident, eps, scale) -> blocks that ran, and those before the rows left";
 
-/* See `usage`; cache_strides points to those of a group and of a row, in values. */
+/* See `usage`; cache_strides points to those of a group and of a row, in values. It ends early where a block is not
+ * described. */
 PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[NUMBERS];
     int done;
@@ -254,10 +293,11 @@ PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count) {
                    .width = a[9], .gate = a[10], .kinds = a[11], .M = a[12], .h = adapt_pointer(a[13]),
                    .result = (uint16_t *)(uintptr_t)a[14], .blocks = adapt_pointer(a[15]), .count = a[16],
                    .places = adapt_pointer(a[17]), .rows = adapt_pointer(a[18]), .group_stride = strides[0],
-                   .row_stride = strides[1], .eps = (float)eps, .scale = (float)scale};
+                   .row_stride = strides[1], .exits = adapt_pointer(a[20]), .thresholds = adapt_pointer(a[21]),
+                   .resident = a[22], .eps = (float)eps, .scale = (float)scale};
     Py_BEGIN_ALLOW_THREADS
     done = run(&chain);
     Py_END_ALLOW_THREADS
     if (!done) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return Py_BuildValue("LL", (long long)chain.done, (long long)chain.depth);
 }

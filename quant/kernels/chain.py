@@ -1,7 +1,8 @@
 """Decoder blocks one behind the other in one call: the arithmetic of `native` and `small`, without Python between it.
 
 A block is described once, as numbers: addresses of its weights and norms. A pass adds its tokens' positions, rotations
-and cache rows. What comes out is, bit for bit, what the single operations give. Knows no layers and no cache.
+and cache rows, and may go over from one chain to another (River's exit). What comes out is, bit for bit, what the
+single operations give. Knows no layers and no cache.
 """
 
 from array import array
@@ -89,6 +90,21 @@ class Link:
         return [self.kind, self.layer, int(self.stores), *factors, *(n for p in self.products for n in p.numbers)]
 
 
+Tables = tuple["array[int]", "array[int]", "array[int]"]
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """When the rows of a climb leave, all of them together.
+
+    thresholds: of each block the cosine of before and after that every row must exceed to leave after it (River eq. 1);
+    below -1 they leave, at 1 or more they stay, whatever they do. resident: after so many blocks all leave.
+    """
+
+    thresholds: "array[float]"
+    resident: int
+
+
 class Chain:
     """`count` blocks of one shape, each put in when it is first needed.
 
@@ -125,9 +141,25 @@ class Chain:
         and signed sine, their width, and the first position seen. places: addresses of each layer's keys and values,
         bf16 [rows, groups, capacity, width]. strides: values from one group to the next there, and from row to row.
         """
+        return self._run(h, blocks, (rows, places, strides), (0, 0, 0))[0]
+
+    def climb(self, exits: "Chain", rungs: Rungs, h: Tensor, tables: Tables) -> tuple[Tensor, int, int]:
+        """Take h, as above, through all blocks of this chain until its rows leave, from then on through `exits`.
+
+        `tables` are rows, places and strides as above. Returns h, how many blocks have run, fewer than all where the
+        next one is not put in, and after how many the rows left, 0 where they have not.
+        """
+        leaving = exits._at(0), rungs.thresholds.buffer_info()[0], rungs.resident  # noqa: SLF001 - its own kind
+        return self._run(h, range(len(self._links)), tables, leaving)
+
+    def _at(self, block: int) -> int:
+        """Where the numbers of a block begin."""
+        return self._numbers.buffer_info()[0] + self._numbers.itemsize * _LINK * block
+
+    def _run(self, h: Tensor, blocks: range, tables: Tables, leaving: tuple[int, int, int]) -> tuple[Tensor, int, int]:
+        rows, places, strides = (table.buffer_info()[0] for table in tables)
         out = torch.empty_like(h)
-        count, first = h.numel() // self._hidden, self._numbers.buffer_info()[0] + 8 * _LINK * blocks.start
-        at = count, h.data_ptr(), out.data_ptr(), first, len(blocks)
-        tables = places.buffer_info()[0], rows.buffer_info()[0], strides.buffer_info()[0]
-        self._call(*self._way, torch.get_num_threads(), *self._isas, *self._shape, *at, *tables, *self._floats)
-        return out
+        at = h.numel() // self._hidden, h.data_ptr(), out.data_ptr(), self._at(blocks.start), len(blocks)
+        way = *self._way, torch.get_num_threads(), *self._isas
+        done, depth = self._call(*way, *self._shape, *at, places, rows, strides, *leaving, *self._floats)
+        return out, done, depth

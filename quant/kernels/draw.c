@@ -108,20 +108,21 @@ ALWAYS_INLINE int64_t choose(Law *law, double uniform, double *sums) {
     return find(law, last * DRAW_BLOCK, INFINITY);
 }
 
-/* The first of the greatest; -1 where that is not finite or one is NaN. */
+/* The first of the greatest; -1 where that is not finite or one is NaN. One pass, and then the block that has it. */
 ALWAYS_INLINE int64_t first_greatest(const float *x, int64_t count) {
-    float most = greatest_of(x, count);
-    int64_t found = -1;
-    if (!(most - most == 0)) return -1;
+    float most = -INFINITY;
+    int64_t block = 0, wrong = 0;
     for (int64_t first = 0; first < count; first += DRAW_BLOCK) {
         int64_t size = count - first < DRAW_BLOCK ? count - first : DRAW_BLOCK;
-        int equal = 0, wrong = 0;
-        for (int64_t i = 0; i < size; i++) equal |= x[first + i] == most, wrong |= x[first + i] != x[first + i];
-        if (wrong) return -1;
-        for (int64_t i = 0; found < 0 && equal && i < size; i++)
-            if (x[first + i] == most) found = first + i;
+        float found = greatest_of(x + first, size);
+        int unequal = 0;
+        for (int64_t i = 0; i < size; i++) unequal |= x[first + i] != x[first + i];
+        wrong |= unequal;
+        if (found > most) most = found, block = first;
     }
-    return found;
+    if (wrong || !(most - most == 0)) return -1;
+    while (x[block] != most) block++;
+    return block;
 }
 
 static int64_t greatest_plain(const float *x, int64_t count) { return first_greatest(x, count); }

@@ -76,17 +76,19 @@ static double product(const uint16_t *x, const uint16_t *y, int64_t D) {
     return total;
 }
 
-/* cosines(x, y, out, rows, D): float32 [rows]; like torch's, each length is 1e-8 at least. */
+float adapt_cosine(const uint16_t *x, const uint16_t *y, int64_t D) {
+    double size = fmax(sqrt(product(x, x, D)), 1e-8) * fmax(sqrt(product(y, y, D)), 1e-8);
+    return (float)(product(x, y, D) / size);
+}
+
+/* cosines(x, y, out, rows, D): float32 [rows] */
 PyObject *adapt_cosines(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[5];
     (void)self;
     if (!adapt_read_all(args, count, a, 5, 0, "cosines(x, y, out, rows, D)")) return NULL;
     const uint16_t *x = adapt_pointer(a[0]), *y = adapt_pointer(a[1]);
     float *out = (float *)(uintptr_t)a[2];
-    for (int64_t m = 0; m < a[3]; m++, x += a[4], y += a[4]) {
-        double size = fmax(sqrt(product(x, x, a[4])), 1e-8) * fmax(sqrt(product(y, y, a[4])), 1e-8);
-        out[m] = (float)(product(x, y, a[4]) / size);
-    }
+    for (int64_t m = 0; m < a[3]; m++, x += a[4], y += a[4]) out[m] = adapt_cosine(x, y, a[4]);
     Py_RETURN_NONE;
 }
 

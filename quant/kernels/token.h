@@ -1,4 +1,4 @@
-/* The attention of one token, up to where the instruction set takes over. */
+/* What one token does beside products: attention, up to where the instruction set takes over, and how far it turned. */
 #ifndef ADAPT_TOKEN_H
 #define ADAPT_TOKEN_H
 
@@ -24,5 +24,8 @@ void adapt_enter(Token *token, float *q, float *spare);
 /* Task `at` of tokens [count] with at most `spans` spans: one group of one token over one span. The last one of a group
  * writes its heads. */
 void adapt_attend_task(const Isa *isa, const Attention *tokens, int64_t spans, int64_t at);
+
+/* Cosine of the angle between two rows, from sums in double; like torch's, each length is 1e-8 at least. */
+float adapt_cosine(const uint16_t *x, const uint16_t *y, int64_t D);
 
 #endif

@@ -11,10 +11,10 @@ from adapt_llm.quant.quantizers import QUANTIZERS
 from adapt_llm.runtime.captured import CapturedRiver
 from adapt_llm.runtime.decoder import Decoder
 from adapt_llm.runtime.exit_layers import exit_block
-from adapt_llm.runtime.exits import CosineExit
+from adapt_llm.runtime.exits import NEVER, CosineExit
 from adapt_llm.runtime.pass_store import PassStore
 from adapt_llm.runtime.river import River
-from adapt_llm.runtime.static_exits import NEVER, DeviceRule
+from adapt_llm.runtime.static_exits import DeviceRule
 from adapt_llm.runtime.store import open_safetensors
 
 CPU = torch.device("cpu")
