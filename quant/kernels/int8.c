@@ -5,6 +5,7 @@
  * trusts its arguments, which native8.py checks.
  */
 #include "fixed.h"
+#include "job.h"
 #include "module.h"
 
 #include <stdatomic.h>
@@ -128,7 +129,7 @@ static int run(Int8 *p, const uint16_t *x, int64_t threads, Team team) {
     if (!block) return 0;
     int16_t *fixed = adapt_aligned(block);
     prepare(p, x, fixed, (float *)((char *)fixed + bytes));
-    p->step = 65536 / p->K + 1; /* of weights at a time: they stay in the second-level cache for further rows of x */
+    p->step = least(chunk_bytes(p->M, 1) / p->K + 1, ceil_div(p->n, 4 * (threads < 1 ? 1 : threads)));
     atomic_init(&p->next, 0);
     if (threads > 1 && team && p->n * p->K * p->M > 600000) team(work, p, (unsigned)threads, 0);
     else work(p);

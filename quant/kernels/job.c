@@ -26,9 +26,9 @@ void adapt_work(void *data) {
     }
 }
 
-/* Rows per chunk: about 64 KiB of weights, but at least four chunks for each thread. */
-static int64_t rows_per_chunk(int64_t rows, int64_t row_bytes, int64_t threads, int64_t unit) {
-    int64_t step = least(65536 / row_bytes + 1, ceil_div(rows, 4 * threads));
+/* Rows per chunk, in whole units, but at least four chunks for each thread. */
+static int64_t rows_per_chunk(const Job *job, int64_t row_bytes, int64_t widest, int64_t unit) {
+    int64_t step = least(chunk_bytes(job->M, widest) / row_bytes + 1, ceil_div(job->rows, 4 * job->threads));
     return ceil_div(step ? step : 1, unit) * unit;
 }
 
@@ -36,7 +36,7 @@ static void plan_dense(Job *job) {
     job->rows = job->chunks = 0;
     for (int i = 0; i < job->parts; i++) job->rows += job->dense[i].n;
     job->bytes = job->rows * job->K * 2;
-    job->step = rows_per_chunk(job->rows, 2 * job->K, job->threads, 4);
+    job->step = rows_per_chunk(job, 2 * job->K, job->isa->dense_block, 4);
     for (int i = 0; i < job->parts; i++) job->ends[i] = job->chunks += ceil_div(job->dense[i].n, job->step);
 }
 
@@ -45,7 +45,7 @@ static void plan_int4(Job *job) {
     int64_t tile = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
     job->rows = p->n;
     job->bytes = ceil_div(p->n, TILE) * tile;
-    job->step = rows_per_chunk(p->n, ceil_div(tile, TILE), job->threads, TILE);
+    job->step = rows_per_chunk(job, ceil_div(tile, TILE), job->isa->int4_block, TILE);
     job->ends[0] = job->chunks = ceil_div(p->n, job->step);
 }
 

@@ -42,4 +42,8 @@ static inline int adapt_alone(int64_t multiplications, int64_t bytes) {
     return multiplications / 30 < 20000 && bytes / 12 < 20000;
 }
 
+/* Bytes of weights that a thread takes at a time, for M rows of x in passes of at most `widest`: what is read once comes
+ * fastest in long streams, what several passes go over should stay near. */
+static inline int64_t chunk_bytes(int64_t M, int64_t widest) { return M > widest ? 65536 : 262144; }
+
 #endif
