@@ -31,16 +31,18 @@ from adapt_llm.runtime.options import SessionOptions
 from adapt_llm.runtime.sampling import Sampler, Sampling
 from adapt_llm.runtime.traffic import Traffic, traffic_of
 
-PARTS: dict[type, str] = {
-    Chain: "blocks, in native calls",
-    DenseGroup: "16-bit products",
-    DenseLinear: "16-bit products",
-    Int4Linear: "4-bit products",
-    Int8Linear: "8-bit products",
-    TokenAttention: "attention",
-    RMSNorm: "norms",
-    Gated: "gates",
-    Sampler: "choice of the token",
+CALL = "__call__"
+PARTS: dict[tuple[type, str], str] = {
+    (Chain, CALL): "blocks, in native calls",
+    (Chain, "climb"): "blocks, in native calls",
+    (DenseGroup, CALL): "16-bit products",
+    (DenseLinear, CALL): "16-bit products",
+    (Int4Linear, CALL): "4-bit products",
+    (Int8Linear, CALL): "8-bit products",
+    (TokenAttention, CALL): "attention",
+    (RMSNorm, CALL): "norms",
+    (Gated, CALL): "gates",
+    (Sampler, CALL): "choice of the token",
 }
 
 
@@ -66,17 +68,17 @@ class Clock:
 
     @contextmanager
     def listening(self, decoder: Any) -> Iterator[None]:
-        calls = {kind: kind.__call__ for kind in PARTS}
+        calls = [(kind, method, getattr(kind, method)) for kind, method in PARTS]
         head = decoder.head
-        for kind, call in calls.items():
-            kind.__call__ = self.wrap(PARTS[kind], call)
+        for kind, method, call in calls:
+            setattr(kind, method, self.wrap(PARTS[kind, method], call))
         decoder.head = self.wrap("head", head)
         try:
             yield
         finally:
             decoder.head = head
-            for kind, call in calls.items():
-                kind.__call__ = call
+            for kind, method, call in calls:
+                setattr(kind, method, call)
 
 
 def main() -> None:
