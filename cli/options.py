@@ -191,7 +191,7 @@ def opening(
             min=1,
             metavar="N",
             rich_help_panel=MACHINE,
-            help="Tokens of context, prompt and answer together (default: 4096, or what the prompt needs).",
+            help="Tokens of context, prompt and answer together (default: 4096, or what the prompt needs; text: 1024).",
         ),
     ] = None,
     gpu_memory: Annotated[

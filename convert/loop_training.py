@@ -103,7 +103,7 @@ class LoopTraining(OpenedPlan[S_co]):
         names = ", ".join(path.name for path in settings.data)
         return (
             f"{settings.steps} steps of {settings.batch_size} x {settings.sequence_length} tokens "
-            f"({tokens / 1e6:.3g} million) from {names}"
+            f"({tokens:,}) from {names}"
         )
 
     def key(self, data: TrainingData) -> dict[str, object]:

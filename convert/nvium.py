@@ -132,6 +132,8 @@ class _Recipe:
             found = judge(frame, junctions, self._texts.judged, source=source, reporter=self._reporter)
             for line in found.lines(self._layers):
                 self._reporter.note(line)
+            if missed := found.missed(plan.settings.target_depth):
+                self._reporter.warn(missed)
             work.write_note(_QUALITY, found.to_json())
         return Measured.from_json(work.read_note(_QUALITY))
 

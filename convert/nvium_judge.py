@@ -24,6 +24,8 @@ from .trainable import IGNORED
 
 BIASES = (-8.0, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)
 """Added to the routers' scores for the trade-off; at -8 nearly every token runs all blocks."""
+NEAR = 0.05
+"""Of all blocks: so far may the depth on held-out text lie from what was asked for without a warning."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ class Measured:
             f"The mixture's perplexity is {self.perplexity:.4g}, the dense model's {self.dense_perplexity:.4g}",
             f"Expected depth {self.expected_depth:.1%} of the blocks",
         ]
+
+    def missed(self, target: float | None) -> str:
+        """Say that the held-out text's depth is far from `target`, a share of the blocks; empty where it is not."""
+        if target is None or abs(self.expected_depth - target) <= NEAR:
+            return ""
+        return (
+            f"The depth on held-out text is {self.expected_depth:.1%} of the blocks, {target:.1%} were asked for: "
+            "more --steps steer better, and `adapt tune` shifts it afterwards"
+        )
 
 
 def judge(

@@ -24,7 +24,7 @@ class Paced:
             self._told = True
             first = self._step if amount == 1 else f"{amount:.0f} x {self._step}"
             left = duration(seconds / amount * self._left)
-            self._reporter.note(f"The first {first} took {seconds:.1f} s; about {left} to go.")
+            self._reporter.note(f"The first {first} took {seconds:.1f} s; about {left} for the others.")
 
 
 LONG_ENOUGH = 0.05

@@ -127,8 +127,9 @@ class _Recipe:
         lost = loss(verdict.curve[tau], verdict.dense)
         if lost > settings.max_loss:
             self._reporter.warn(
-                f"No threshold keeps the perplexity within {settings.max_loss:.1%} of the dense model: "
-                f"tau {tau} loses {lost:.1%}. A smaller --group-size or another --quantizer may do better."
+                f"None of the thresholds tried keeps the perplexity within {settings.max_loss:.1%} of the dense model: "
+                f"tau {tau} loses {lost:.1%}. `adapt tune` looks further; --tau 0.99, a smaller --group-size or "
+                "another --quantizer may do too."
             )
         return tau
 

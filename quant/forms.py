@@ -75,7 +75,7 @@ class Native:
     def of(cls, matrix: Int4Matrix) -> "Native":
         """Pack for the native kernel; its groups must be consecutive."""
         codes, scales, zeros = (tensor.cpu() for tensor in (matrix.codes, matrix.scales, matrix.zeros))
-        return cls(packing.pack_int4(codes, scales, zeros.float(), matrix.group_size))
+        return cls(native.pack(codes, scales, zeros.float(), matrix.group_size))
 
     @property
     def nbytes(self) -> int:

@@ -207,7 +207,10 @@ def check_is_bundle(path: Path) -> None:
         return
     first = f"Make a bundle of it first: `adapt convert {path} --method river`."
     if (path / "config.json").is_file():
-        raise UsageError(f"{path} is a Hugging Face model, not a bundle", first)
+        raise UsageError(
+            f"{path} is a Hugging Face model, not a bundle",
+            f"{first} One that is quantised already (GPTQ) goes in with --river-from.",
+        )
     if path.suffix == ".gguf" and path.is_file():
         raise UsageError(f"{path} is a GGUF file, not a bundle", first)
     if path.is_file() and (path.parent / MANIFEST_NAME).is_file():

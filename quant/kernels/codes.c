@@ -1,4 +1,4 @@
-/* Packed 4-bit matrices read back as fp32, for products with many rows. docs/kernels.md shows a tile. */
+/* Codes into tiles, and packed 4-bit matrices read back as fp32, for products with many rows. docs/kernels.md shows a tile. */
 #include "module.h"
 
 #include <stdatomic.h>
@@ -85,6 +85,59 @@ PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t cou
     Py_BEGIN_ALLOW_THREADS
     if (team && a[1] > 1 && (reading.last - reading.first) * reading.K > 100000) team(work, &reading, (unsigned)a[1], 0);
     else work(&reading);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* Codes [n, K], a byte each, on their way into tiles. */
+typedef struct {
+    const uint8_t *codes;
+    uint8_t *out;
+    int64_t n, K, groups, head; /* bytes of a group before its lines */
+    atomic_llong next;
+} Packing;
+
+/* Codes 2 and 3 go beside 0 and 1, and 6 and 7 beside 4 and 5; then even inputs are the low half and odd ones the high one. */
+static uint32_t word_of(const uint8_t *codes) {
+    uint64_t all;
+    memcpy(&all, codes, sizeof all);
+    all |= all >> 12;
+    return (uint32_t)((all & 0xff) | (all >> 24 & 0xff00) | (all << 8 & 0xff0000) | (all >> 16 & 0xff000000));
+}
+
+static void pack_tile(const Packing *p, int64_t tile) {
+    int64_t width = p->K / p->groups, lines = width / LINE_INPUTS, bytes = p->head + lines * LINE;
+    for (int64_t row = 0; row < TILE; row++) {
+        int64_t n = tile * TILE + row;
+        for (int64_t k = 0; k < p->K; k += LINE_INPUTS) {
+            uint32_t word = n < p->n ? word_of(p->codes + n * p->K + k) : 0;
+            int64_t group = tile * p->groups + k / width, line = k % width / LINE_INPUTS;
+            memcpy(p->out + group * bytes + p->head + line * LINE + 4 * row, &word, sizeof word);
+        }
+    }
+}
+
+static void pack_tiles(void *data) {
+    Packing *p = data;
+    for (;;) {
+        int64_t tile = atomic_fetch_add_explicit(&p->next, 1, memory_order_relaxed);
+        if (tile * TILE >= p->n) return;
+        pack_tile(p, tile);
+    }
+}
+
+/* pack(team, threads, codes, n, K, groups, head, out): the lines of every group; K / groups is a multiple of 8 */
+PyObject *adapt_pack(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long a[8];
+    (void)self;
+    if (!adapt_read_all(args, count, a, 8, 0, "pack(team, threads, codes, n, K, groups, head, out)")) return NULL;
+    Team team = (Team)(uintptr_t)a[0];
+    Packing packing = {.codes = adapt_pointer(a[2]), .n = a[3], .K = a[4], .groups = a[5], .head = a[6],
+                       .out = (uint8_t *)(uintptr_t)a[7]};
+    atomic_init(&packing.next, 0);
+    Py_BEGIN_ALLOW_THREADS
+    if (team && a[1] > 1 && packing.n * packing.K > 100000) team(pack_tiles, &packing, (unsigned)a[1], 0);
+    else pack_tiles(&packing);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

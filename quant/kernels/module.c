@@ -138,6 +138,7 @@ static PyMethodDef methods[] = {
     {"gated", (PyCFunction)(void (*)(void))adapt_gated, METH_FASTCALL, "activation(gate) * up of bf16 rows"},
     {"cosines", (PyCFunction)(void (*)(void))adapt_cosines, METH_FASTCALL, "cosines of the angles between bf16 rows"},
     {"attend_rows", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "tokens into the cache, and their attention"},
+    {"pack", (PyCFunction)(void (*)(void))adapt_pack, METH_FASTCALL, "4-bit codes into the lines of tiles"},
     {"dequantize", (PyCFunction)(void (*)(void))adapt_dequantize, METH_FASTCALL, "rows of a packed 4-bit matrix as fp32"},
     {"chain", (PyCFunction)(void (*)(void))adapt_chain, METH_FASTCALL, "decoder blocks, one behind the other"},
     {"look", (PyCFunction)(void (*)(void))adapt_look, METH_FASTCALL, "rows normed, and the score of each"},

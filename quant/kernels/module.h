@@ -27,6 +27,7 @@ PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count
 PyObject *adapt_cosines(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_attend(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *adapt_pack(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_chain(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *adapt_draw(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -118,6 +118,17 @@ def int4_matmul(
     return out
 
 
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> PackedInt4:
+    """`packing.pack_int4` with the codes laid out by the C module, on all threads. Tensors on the CPU."""
+    found = library()
+
+    def write(codes: Tensor, data: Tensor, head: int) -> None:
+        at = codes.data_ptr(), *codes.shape, data.shape[1], head, data.data_ptr()
+        found.module.pack(found.team, torch.get_num_threads(), *at)
+
+    return pack_int4(codes, scales, zeros, group_size, write=write)
+
+
 def dequantize(packed: PackedInt4, start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` of a packed matrix as float32 [stop - start, K]: (code - zero) * scale, unrounded."""
     found = library()
@@ -178,7 +189,7 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "isas"):
+    if not hasattr(module, "pack"):
         return "the C module was built from an older source: install the package again"
     isas = {name: index for index, (name, _) in enumerate(module.isas()) if name is not None}
     team, size = _torch_team()

@@ -3,12 +3,14 @@
 Knows no products and no layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 TILE = 16  # rows of a packed tile
+LINE_BYTES = 64
 LINE_INPUTS = 8  # inputs of a packed line, for the 16 rows of its tile
 LONGEST_GROUP = 128  # longer groups are packed in parts: x shares a unit, and the C code keeps room, for so many
 
@@ -34,10 +36,17 @@ def can_pack(K: int, group_size: int) -> bool:
     return group_size > 0 and group_size % LINE_INPUTS == 0 and K % group_size == 0
 
 
-def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> PackedInt4:
+WriteLines = Callable[[Tensor, Tensor, int], None]
+"""Codes uint8 [N, K] into data uint8 [tiles, groups, bytes], in each group behind its first `head` bytes."""
+
+
+def pack_int4(
+    codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, *, write: WriteLines | None = None
+) -> PackedInt4:
     """Pack codes [N, K] (uint8, 0..15), scales and zeros [N, K / group_size]: W = (codes - zeros) * scales, unrounded.
 
-    A group size of -1 is one group per row. Raises ValueError where `can_pack` is False or the shapes do not fit.
+    A group size of -1 is one group per row. `write` lays the codes out in place of torch: see `native.pack`. Raises
+    ValueError where `can_pack` is False or the shapes do not fit.
     """
     N, K = codes.shape
     group_size = K if group_size == -1 else group_size
@@ -48,8 +57,14 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> 
     part = max(size for size in range(LINE_INPUTS, LONGEST_GROUP + 1, LINE_INPUTS) if group_size % size == 0)
     tiles, groups = -(-N // TILE), K // part
     wide = not (_exact_in_bf16(scales) and _exact_in_bf16(zeros))
-    heads = [_head(values, group_size // part, tiles, wide=wide) for values in (scales, zeros)]
-    data = torch.cat([*heads, _lines(codes, tiles, groups)], dim=2)
+    heads = torch.cat([_head(values, group_size // part, tiles, wide=wide) for values in (scales, zeros)], dim=2)
+    head, lines = heads.shape[2], part // LINE_INPUTS * LINE_BYTES
+    data = torch.empty(tiles, groups, head + lines, dtype=torch.uint8)
+    data[:, :, :head] = heads
+    if write is None:
+        data[:, :, head:] = _lines(codes, tiles, groups)
+    else:
+        write(codes.contiguous(), data, head)
     return PackedInt4(data.flatten(), N, K, groups, wide)
 
 

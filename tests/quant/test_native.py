@@ -126,6 +126,23 @@ def test_any_shape(data: st.DataObject) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
+def test_the_module_packs_as_torch_does(data: st.DataObject) -> None:
+    """Byte for byte, also rows of padding; with several threads where there is much to do."""
+    group, groups = 8 * data.draw(st.integers(1, 24)), data.draw(st.integers(1, 5))
+    N, exact = data.draw(st.sampled_from([1, 5, 16, 37, 700])), data.draw(st.booleans())
+    matrix = int4(N, group * groups, group, exact=exact)
+    before = torch.get_num_threads()
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    try:
+        found, expected = native.pack(*matrix, group), packing.pack_int4(*matrix, group)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found.data, expected.data)
+    assert (found.groups, found.wide) == (expected.groups, expected.wide)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
 def test_any_rows_can_be_read_back(data: st.DataObject) -> None:
     """Not a bit is lost, whether scales and zeros fit bf16 or not; a row that is not there is refused."""
     N, groups = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 4))
