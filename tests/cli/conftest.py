@@ -1,6 +1,7 @@
 """The program with a session that has no model: in this process, or as another one."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,29 @@ def adapt(monkeypatch: pytest.MonkeyPatch, fakes: ModuleType) -> Invoke:
         return result.exit_code, result.stdout, result.stderr
 
     return invoke
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Callable[[Path, str, bytes | None], Path]:
+    """Copy a bundle with other bytes in one of its files, or without that file; the others are links."""
+
+    def copy(bundle: Path, name: str, data: bytes | None) -> Path:
+        folder = tmp_path / "damaged"
+        folder.mkdir()
+        for file in bundle.iterdir():
+            if file.name != name:
+                os.link(file, folder / file.name)
+        if data is not None:
+            (folder / name).write_bytes(data)
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def unreadable_tokenizer(bundle: Path, damaged: Callable[[Path, str, bytes | None], Path]) -> Path:
+    """Return a bundle whose tokenizer is no tokenizer, of the size that the manifest says."""
+    return damaged(bundle, "tokenizer.json", b"[" * (bundle / "tokenizer.json").stat().st_size)
 
 
 @pytest.fixture

@@ -128,15 +128,9 @@ def test_what_needs_no_torch_maps_nothing(args: list[str], code: int) -> None:
 
 
 @pytest.mark.usefixtures("_preloads")
-def test_a_tokenizer_that_is_refused_ends_the_program_as_ever(bundle: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for file in bundle.iterdir():
-        os.link(file, damaged / file.name)
-    good = (bundle / "tokenizer.json").read_bytes()
-    (damaged / "tokenizer.json").unlink()
-    (damaged / "tokenizer.json").write_bytes(b"[" * len(good))  # of the size that the manifest says
-    run = child("import atexit\natexit.register(say)\nfrom adapt_llm.cli.app import main\nmain()", "run", damaged, "Hi")
+def test_a_tokenizer_that_is_refused_ends_the_program_as_ever(unreadable_tokenizer: Path) -> None:
+    script = "import atexit\natexit.register(say)\nfrom adapt_llm.cli.app import main\nmain()"
+    run = child(script, "run", unreadable_tokenizer, "Hi")
     assert run.returncode == 1
     assert run.stdout == "mapped False\n"
     assert "cannot be read as a tokenizer" in run.stderr

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -60,25 +60,23 @@ def test_one_prompt_imports_what_it_needs_and_no_more(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "data", "said"),
     [
-        ("tokenizer.json", "{", "tokenizer.json has 1 bytes"),
+        ("tokenizer.json", b"{", "tokenizer.json has 1 bytes"),
         ("config.json", None, "config.json is missing"),
-        ("adapt.json", "{", "adapt.json is not JSON"),
+        ("adapt.json", b"{", "adapt.json is not JSON"),
     ],
 )
 @pytest.mark.parametrize("command", [["run"], ["chat"]])
 def test_a_damaged_bundle_is_refused_before_torch(
-    bundle: Path, tmp_path: Path, command: list[str], name: str, text: str | None, said: str
+    bundle: Path,
+    damaged: Callable[[Path, str, bytes | None], Path],
+    command: list[str],
+    name: str,
+    data: bytes | None,
+    said: str,
 ) -> None:
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for file in bundle.iterdir():
-        os.link(file, damaged / file.name)
-    (damaged / name).unlink()
-    if text is not None:
-        (damaged / name).write_text(text, encoding="utf-8")
-    run, modules = imported(*command, damaged, *(["Hi"] if command == ["run"] else []))
+    run, modules = imported(*command, damaged(bundle, name, data), *(["Hi"] if command == ["run"] else []))
     assert run.returncode == 1
     assert run.stderr.startswith("adapt: error: ")
     assert said in run.stderr
@@ -86,15 +84,8 @@ def test_a_damaged_bundle_is_refused_before_torch(
     assert [module for module in WITHOUT_TORCH if module in modules] == []
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused_before_torch(bundle: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for file in bundle.iterdir():
-        os.link(file, damaged / file.name)
-    good = (bundle / "tokenizer.json").read_bytes()
-    (damaged / "tokenizer.json").unlink()
-    (damaged / "tokenizer.json").write_bytes(b"[" * len(good))  # of the size that the manifest says
-    run, modules = imported("run", damaged, "Hi")
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_torch(unreadable_tokenizer: Path) -> None:
+    run, modules = imported("run", unreadable_tokenizer, "Hi")
     assert run.returncode == 1
     assert "cannot be read as a tokenizer" in run.stderr
     assert "torch" not in modules
