@@ -2,14 +2,7 @@
 #include "native.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#ifdef __clang__
-#include <immintrin.h>
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#include <immintrin.h>
-#endif
+#include "target256.h"
 
 #include "sums256.h"
 
@@ -75,11 +68,7 @@ static int avx2_supported(void) { return __builtin_cpu_supports("avx2") && __bui
 #define INT4_CASES CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2)
 #include "products.h"
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "target_end.h"
 #else
 static int never(void) { return 0; }
 const Isa adapt_isa_avx2 = {.name = "avx2", .supported = never};

@@ -112,11 +112,7 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
     CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
 #include "products.h"
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "target_end.h"
 #else
 static int never(void) { return 0; }
 const Isa ISA_SYMBOL = {.name = ISA_NAME, .supported = never};

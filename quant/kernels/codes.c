@@ -1,9 +1,7 @@
 /* Codes into tiles, and packed 4-bit matrices read back as fp32, for products with many rows. docs/kernels.md shows a tile. */
 #include "module.h"
 
-#include <stdatomic.h>
-
-enum { TILES_AT_ONCE = 4 };
+enum { TILES_AT_ONCE = 4, ALONE = 100000 }; /* codes that one thread does before others have woken */
 
 typedef uint8_t Bytes __attribute__((vector_size(4)));
 typedef float Four __attribute__((vector_size(16)));
@@ -12,7 +10,6 @@ typedef struct {
     const uint8_t *data;
     float *out; /* [last - first, K] */
     int64_t first, last, K, groups, wide;
-    atomic_llong next; /* tile that nobody has taken */
 } Reading;
 
 static float parameter(const uint8_t *at, int wide, int row) {
@@ -62,14 +59,10 @@ static void read_tile(const Reading *reading, int64_t tile) {
     }
 }
 
-static void work(void *data) {
-    Reading *reading = data;
-    int64_t end = (reading->last + TILE - 1) / TILE;
-    for (;;) {
-        int64_t tile = atomic_fetch_add_explicit(&reading->next, TILES_AT_ONCE, memory_order_relaxed);
-        if (tile >= end) return;
-        for (int64_t stop = tile + TILES_AT_ONCE; tile < stop && tile < end; tile++) read_tile(reading, tile);
-    }
+/* Tiles counted from the one that holds the first row wanted. */
+static void read_tiles(const void *what, int64_t first, int64_t last) {
+    const Reading *reading = what;
+    for (int64_t tile = first; tile < last; tile++) read_tile(reading, reading->first / TILE + tile);
 }
 
 /* dequantize(team, threads, data, first, last, K, groups, wide, out): rows first to last, from 0 */
@@ -78,13 +71,12 @@ PyObject *adapt_dequantize(PyObject *self, PyObject *const *args, Py_ssize_t cou
     (void)self;
     static const char usage[] = "dequantize(team, threads, data, first, last, K, groups, wide, out)";
     if (!adapt_read_all(args, count, a, 9, 0, usage)) return NULL;
-    Team team = (Team)(uintptr_t)a[0];
     Reading reading = {.data = adapt_pointer(a[2]), .first = a[3], .last = a[4], .K = a[5], .groups = a[6],
                        .wide = a[7], .out = (float *)(uintptr_t)a[8]};
-    atomic_init(&reading.next, reading.first / TILE);
+    Shared shared = {.work = read_tiles, .what = &reading, .step = TILES_AT_ONCE,
+                     .count = ceil_div(reading.last, TILE) - reading.first / TILE};
     Py_BEGIN_ALLOW_THREADS
-    if (team && a[1] > 1 && (reading.last - reading.first) * reading.K > 100000) team(work, &reading, (unsigned)a[1], 0);
-    else work(&reading);
+    share(&shared, (Team)(uintptr_t)a[0], (reading.last - reading.first) * reading.K > ALONE ? a[1] : 1);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -94,7 +86,6 @@ typedef struct {
     const uint8_t *codes;
     uint8_t *out;
     int64_t n, K, groups, head; /* bytes of a group before its lines */
-    atomic_llong next;
 } Packing;
 
 /* Codes 2 and 3 go beside 0 and 1, and 6 and 7 beside 4 and 5; then even inputs are the low half and odd ones the high one. */
@@ -117,13 +108,8 @@ static void pack_tile(const Packing *p, int64_t tile) {
     }
 }
 
-static void pack_tiles(void *data) {
-    Packing *p = data;
-    for (;;) {
-        int64_t tile = atomic_fetch_add_explicit(&p->next, 1, memory_order_relaxed);
-        if (tile * TILE >= p->n) return;
-        pack_tile(p, tile);
-    }
+static void pack_tiles(const void *what, int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) pack_tile(what, tile);
 }
 
 /* pack(team, threads, codes, n, K, groups, head, out): the lines of every group; K / groups is a multiple of 8 */
@@ -131,13 +117,11 @@ PyObject *adapt_pack(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     long long a[8];
     (void)self;
     if (!adapt_read_all(args, count, a, 8, 0, "pack(team, threads, codes, n, K, groups, head, out)")) return NULL;
-    Team team = (Team)(uintptr_t)a[0];
     Packing packing = {.codes = adapt_pointer(a[2]), .n = a[3], .K = a[4], .groups = a[5], .head = a[6],
                        .out = (uint8_t *)(uintptr_t)a[7]};
-    atomic_init(&packing.next, 0);
+    Shared shared = {.work = pack_tiles, .what = &packing, .count = ceil_div(packing.n, TILE), .step = 1};
     Py_BEGIN_ALLOW_THREADS
-    if (team && a[1] > 1 && packing.n * packing.K > 100000) team(pack_tiles, &packing, (unsigned)a[1], 0);
-    else pack_tiles(&packing);
+    share(&shared, (Team)(uintptr_t)a[0], packing.n * packing.K > ALONE ? a[1] : 1);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

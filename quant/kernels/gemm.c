@@ -10,14 +10,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <stdlib.h>
 
-#ifdef __clang__
-#include <immintrin.h>
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#include <immintrin.h>
-#endif
+#include "target256.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -41,7 +34,7 @@ typedef struct {
     int64_t ends[MAX_PARTS]; /* chunk after the last of each part */
     float *x;
     Own *own;
-    atomic_llong panel, task, entered; /* the next one of each */
+    atomic_llong task, entered; /* the next chunk, and thread */
 } Gemm;
 
 /* ---- x ---- */
@@ -88,11 +81,9 @@ static void lay_vector(const Job *job, int64_t m, float *to, int64_t stride) {
     }
 }
 
-static void lay_panels(void *data) {
-    Gemm *g = data;
-    for (;;) {
-        int64_t panel = atomic_fetch_add_explicit(&g->panel, 1, memory_order_relaxed);
-        if (panel >= g->panels) return;
+static void lay_panels(const void *what, int64_t from, int64_t end) {
+    const Gemm *g = what;
+    for (int64_t panel = from; panel < end; panel++) {
         int64_t first = vectors_before(g, panel), count = vectors_before(g, panel + 1) - first;
         float *to = g->x + first * LANES * g->job->K;
         for (int64_t v = 0; v < count; v++) lay_vector(g->job, (first + v) * LANES, to + v * LANES, count * LANES);
@@ -202,21 +193,17 @@ static void plan(Gemm *g) {
     for (int i = 0; i < g->job->parts; i++) g->ends[i] = g->chunks += ceil_div(g->job->dense[i].n, g->height);
 }
 
-static void in_team(void (*run)(void *), Gemm *g, Team team, int64_t threads) {
-    if (team && threads > 1) team(run, g, (unsigned)threads, 0);
-    else run(g);
-}
-
 /* The product of up to 384 rows of x. */
 static void run_rows(Gemm *g, const Job *job, Team team, int64_t threads) {
     g->job = job;
     g->vectors = ceil_div(job->M, LANES);
     g->panels = ceil_div(g->vectors, WIDEST);
-    atomic_init(&g->panel, 0);
     atomic_init(&g->task, 0);
     atomic_init(&g->entered, 0);
-    in_team(lay_panels, g, team, job->M * job->K < ALONE ? 1 : threads);
-    in_team(run_tasks, g, team, threads);
+    Shared panels = {.work = lay_panels, .what = g, .count = g->panels, .step = 1};
+    share(&panels, team, job->M * job->K < ALONE ? 1 : threads);
+    if (team && threads > 1) team(run_tasks, g, (unsigned)threads, 0);
+    else run_tasks(g);
 }
 
 int adapt_gemm(const Job *job, Team team) {
@@ -240,11 +227,7 @@ int adapt_gemm(const Job *job, Team team) {
     return 1;
 }
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "target_end.h"
 #else
 int adapt_gemm(const Job *job, Team team) { return (void)job, (void)team, 0; }
 #endif

@@ -5,9 +5,9 @@
 #include "job.h"
 #include "team.h"
 
-/* From here on `isa->gemm`, where there is one, is faster than passes of a few rows. A row of x gets the same bits
+/* Above so many rows `isa->gemm`, where there is one, is faster than passes of a few rows. A row of x gets the same bits
  * beside any number of others above this, but not those that it gets among few. */
-enum { FEW_ROWS = 16 };
+enum { GEMM_ABOVE = 16 };
 
 /* Multiply as `job` says, which has parts. False where there is no memory for it. */
 int adapt_gemm(const Job *job, Team team);

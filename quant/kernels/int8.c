@@ -52,12 +52,7 @@ static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+#include "target256.h"
 #include "sums256.h"
 #define NAME(x) avx2_##x
 #define STEP 16
@@ -71,11 +66,10 @@ static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
 #define scale_add(scale, words, total) _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(words), total)
 #define sum(v) sum256(v)
 #include "int8.h"
+#include "target_end.h"
 #ifdef __clang__
-#pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw"))), apply_to = function)
 #else
-#pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw")
 #endif
@@ -91,11 +85,7 @@ static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
 #define scale_add(scale, words, total) _mm512_fmadd_ps(_mm512_set1_ps(scale), _mm512_cvtepi32_ps(words), total)
 #define sum(v) _mm512_reduce_add_ps(v)
 #include "int8.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "target_end.h"
 #else
 #define avx2_rows scalar_rows
 #define avx512_rows scalar_rows

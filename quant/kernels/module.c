@@ -24,7 +24,7 @@ static int run(Job *job, Team team) {
     atomic_init(&next, 0);
     adapt_plan(job);
     if (job->M < 1 || job->rows < 1) return 1;
-    if (job->isa->gemm && job->parts && job->M > FEW_ROWS) return adapt_gemm(job, team);
+    if (job->isa->gemm && job->parts && job->M > GEMM_ABOVE) return adapt_gemm(job, team);
     void *block = malloc(adapt_room(job) + LINE);
     if (!block) return 0;
     job->next = &next;

@@ -7,32 +7,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* Rows that need nothing of each other, shared out among threads some at a time. */
-typedef struct {
-    void (*work)(const void *what, int64_t first, int64_t last);
-    const void *what;
-    int64_t rows, step;
-    atomic_llong next;
-} Shared;
-
 enum { SOME = 16384, ALONE = 40000 }; /* values at a time, and those that one thread does before others have woken */
-
-static void take_rows(void *data) {
-    Shared *shared = data;
-    for (;;) {
-        int64_t first = atomic_fetch_add_explicit(&shared->next, shared->step, memory_order_relaxed);
-        if (first >= shared->rows) return;
-        shared->work(shared->what, first, least(shared->rows, first + shared->step));
-    }
-}
 
 static void share_rows(Shared *shared, long long team, long long threads, int64_t width) {
     shared->step = width < SOME ? SOME / (width ? width : 1) : 1;
-    atomic_init(&shared->next, 0);
-    int64_t most = least(threads, ceil_div(shared->rows, shared->step));
     Py_BEGIN_ALLOW_THREADS
-    if (team && most > 1 && shared->rows * width > ALONE) ((Team)(uintptr_t)team)(take_rows, shared, (unsigned)most, 0);
-    else take_rows(shared);
+    share(shared, (Team)(uintptr_t)team, shared->count * width > ALONE ? threads : 1);
     Py_END_ALLOW_THREADS
 }
 
@@ -59,7 +39,7 @@ PyObject *adapt_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t count
     Norms norms = {PyErr_Occurred() ? NULL : adapt_find_isa(a[2]), adapt_pointer(a[3]), adapt_pointer(a[4]),
                    (uint16_t *)(uintptr_t)a[5], a[7], (float)eps};
     if (!norms.isa) return NULL;
-    Shared shared = {.work = norm_rows, .what = &norms, .rows = a[6]};
+    Shared shared = {.work = norm_rows, .what = &norms, .count = a[6]};
     share_rows(&shared, a[0], a[1], norms.D);
     Py_RETURN_NONE;
 }
@@ -116,7 +96,7 @@ PyObject *adapt_gated(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Gates gates = {adapt_find_isa(a[2]), (int)a[3], adapt_pointer(a[4]), adapt_pointer(a[5]), (uint16_t *)(uintptr_t)a[6],
                    a[8], a[9], a[10]};
     if (!gates.isa) return NULL;
-    Shared shared = {.work = gate_rows, .what = &gates, .rows = a[7]};
+    Shared shared = {.work = gate_rows, .what = &gates, .count = a[7]};
     share_rows(&shared, a[0], a[1], gates.N);
     Py_RETURN_NONE;
 }

@@ -23,6 +23,33 @@ typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned
 
 enum { SPINS = 4000 };
 
+/* Work on `count` things that need nothing of each other, for whichever thread comes next, `step` of them at a time. */
+typedef struct {
+    void (*work)(const void *what, int64_t first, int64_t last);
+    const void *what;
+    int64_t count, step;
+    atomic_llong next;
+} Shared;
+
+static inline void take_shares(void *data) {
+    Shared *shared = data;
+    for (;;) {
+        int64_t first = atomic_fetch_add_explicit(&shared->next, shared->step, memory_order_relaxed);
+        if (first >= shared->count) return;
+        int64_t last = first + shared->step;
+        shared->work(shared->what, first, last < shared->count ? last : shared->count);
+    }
+}
+
+/* Do all of it; with one thread, or without a team, the caller does. */
+static inline void share(Shared *shared, Team team, int64_t threads) {
+    int64_t pieces = (shared->count + shared->step - 1) / shared->step;
+    int64_t most = threads < pieces ? threads : pieces;
+    atomic_init(&shared->next, 0);
+    if (team && most > 1) team(take_shares, shared, (unsigned)most, 0);
+    else take_shares(shared);
+}
+
 typedef struct {
     atomic_llong entered, arrived, rounds;
 } Meeting;
