@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..quant.kernels.chain import Rungs
+from ..quant.kernels.chain import Climbed, Rungs
 from .block import Block
 from .cache import KVCache, KVStore
 from .decoder import Decoder
@@ -47,7 +47,7 @@ class River:
         self.policy, self.held, self.dense_prefill = policy, held, dense_prefill
         count = decoder.arch.num_layers
         self.deepest = count if resident is None else min(resident, count)
-        self._rungs: dict[ExitPolicy, Rungs | None] = {}
+        self._rungs: dict[tuple[ExitPolicy, bool], Rungs | None] = {}
         self._prefill_policy: ExitPolicy = FixedExit(self.deepest) if dense_prefill else policy
 
     @property
@@ -95,11 +95,12 @@ class River:
     def climb_rows(self, h: Tensor, step: Step, kv: KVStore) -> tuple[Tensor, Tensor]:
         """Take h [B, S, hidden] through all layers, each row at its own depth; returns h and depths [B, S]."""
         arch = self.decoder.arch
+        climbed = self._climb_natively(h, step, kv, self.policy, together=False)
+        h, depths = climbed.h, torch.tensor(climbed.depths, device=h.device).view(h.shape[:2])
+        left = depths > 0
         ladder, route = Ladder(arch, self.decoder.blocks, self.exits), self.route
         positions = step.positions.to(h.device)
-        left = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
-        depths = torch.zeros(h.shape[:2], dtype=torch.int64, device=h.device)
-        for layer in range(1, arch.num_layers + 1):
+        for layer in range(climbed.done + 1, arch.num_layers + 1):
             if bool(left.all()):
                 return run_layers(self.exits, h, step, kv, range(layer - 1, arch.num_layers)), depths
             before, h = h, ladder.run(h, step, kv, layer - 1, left)
@@ -128,7 +129,8 @@ class River:
 
         Returns h, how many blocks have run, exit layers among them, and after how many the rows left.
         """
-        h, done, depth = (h, 0, 0) if free is not None else self._climb_natively(h, step, kv, policy)
+        climbed = self._climb_natively(h, step, kv, policy, together=True)
+        h, done, depth = climbed.h, climbed.done, climbed.depths[0]
         if depth:
             return h, done, depth
         run = self.decoder.run
@@ -141,15 +143,16 @@ class River:
                 return h, layer, layer
         return run(h, step, kv, range(done, self.deepest)), self.deepest, self.deepest
 
-    def _climb_natively(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy) -> tuple[Tensor, int, int]:
-        """As much of the climb as one native call can do: see `Stack.climb`."""
-        if policy not in self._rungs:
+    def _climb_natively(self, h: Tensor, step: Step, kv: KVStore, policy: ExitPolicy, *, together: bool) -> Climbed:
+        """As much of the climb as native calls can do: see `Stack.climb`. They know of no rows that are held."""
+        rule = policy, together
+        if rule not in self._rungs:
             thresholds = thresholds_of(policy, self.decoder.arch.num_layers)
-            self._rungs[policy] = None if thresholds is None else Rungs(array("d", thresholds), self.deepest)
-        rungs, blocks, exits = self._rungs[policy], self.decoder.blocks, self.exits
+            self._rungs[rule] = None if thresholds is None else Rungs(array("d", thresholds), self.deepest, together)
+        rungs, blocks, exits = self._rungs[rule], self.decoder.blocks, self.exits
         if rungs is None or not isinstance(blocks, Stack) or not isinstance(exits, Stack):
-            return h, 0, 0
-        return blocks.climb(exits, rungs, h, step, kv)
+            return Climbed.begin(h)
+        return Climbed.begin(h) if min(step.starts) < self.held else blocks.climb(exits, rungs, h, step, kv)
 
     def _free(self, step: Step, device: torch.device) -> Tensor | None:
         """Which rows may leave, bool [B, S]; None: all of them."""

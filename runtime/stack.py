@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.kernels import small
-from ..quant.kernels.chain import MOST_ROWS, Chain, Rungs, Shape
+from ..quant.kernels.chain import MOST_ROWS, Chain, Climbed, Rungs, Shape
 from .architecture import Architecture
 from .block import Block
 from .cache import KVCache, KVStore
@@ -47,18 +47,26 @@ class Stack(Sequence[Block]):
             h = self._blocks[layer](h, step, kv)
         return h
 
-    def climb(self, exits: "Stack", rungs: Rungs, h: Tensor, step: Pass, kv: KVStore) -> tuple[Tensor, int, int]:
-        """Take h [B, S, hidden] through these blocks until its rows leave, then through `exits`, in one native call.
+    def climb(self, exits: "Stack", rungs: Rungs, h: Tensor, step: Pass, kv: KVStore) -> Climbed:
+        """Take rows of h [B, S, hidden] through these blocks until they leave, then through `exits`, natively.
 
-        Returns h, how many blocks have run, and after how many the rows left, 0 where they have not. It ends early
-        where a block has not run before: then the caller goes on from there.
+        It ends early where a block cannot run so: then the caller goes on from there.
         """
-        chain, other = self._chain, exits._chain  # noqa: SLF001 - its own kind
+        climbed, chain, other = Climbed.begin(h), self._chain, exits._chain  # noqa: SLF001 - its own kind
         if chain is None or other is None or not isinstance(step, Step) or not isinstance(kv, KVCache):
-            return h, 0, 0
+            return climbed
         if not self._fits(h, step, kv):
-            return h, 0, 0
-        return chain.climb(other, rungs, h, (step.rows, *kv.claim_all(step, range(len(self)))))
+            return climbed
+        tables = step.rows, *kv.claim_all(step, range(len(self)))
+        while True:
+            climbed = chain.climb(other, rungs, climbed, tables)
+            if climbed.done == len(self) or not self._linked_for(climbed, exits):
+                return climbed
+
+    def _linked_for(self, climbed: Climbed, exits: "Stack") -> bool:
+        """Whether the chains have what rows need next: one that needs a block first ends a native call."""
+        needed, block = [(self, not all(climbed.depths)), (exits, any(climbed.depths))], climbed.done
+        return all(stack._linked(range(block, block + 1)) for stack, needs in needed if needs)  # noqa: SLF001
 
     def _fits(self, h: Tensor, step: Step, kv: KVCache) -> bool:
         if self._unfit or not (step.few or (step.tokens and h.shape[0] <= MOST_ROWS)):

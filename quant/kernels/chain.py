@@ -1,8 +1,8 @@
 """Decoder blocks one behind the other in one call: the arithmetic of `native` and `small`, without Python between it.
 
 A block is described once, as numbers: addresses of its weights and norms. A pass adds its tokens' positions, rotations
-and cache rows, and may go over from one chain to another (River's exit). What comes out is, bit for bit, what the
-single operations give. Knows no layers and no cache.
+and cache rows, and rows may go over from one chain to another (River's exit), together or each at its own depth. What
+comes out is, bit for bit, what the single operations give. Knows no layers and no cache.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from torch import Tensor
 from . import native, packing, small
 
 MOST_ROWS: Final = small.MAX_ROWS
-_PARTS = 3  # matrices of one product at most; enum in chain.c, as the other numbers
+_PARTS = 3  # matrices of one product at most; enum in chain.h, as the other numbers
 _PRODUCT = 2 + 3 * _PARTS
 _LINK = 8 + 4 * _PRODUCT
 
@@ -85,24 +85,41 @@ class Link:
     products: tuple[Operand, Operand, Operand, Operand]
 
     def numbers(self) -> list[int]:
-        """As chain.c reads them."""
+        """As chain.h names them."""
         factors = [0 if factor is None else factor.data_ptr() for factor in (*self.norms, self.heads)]
         return [self.kind, self.layer, int(self.stores), *factors, *(n for p in self.products for n in p.numbers)]
 
 
+_NOBODY_LEAVES: Final = 0, 0, 0, 0, False
 Tables = tuple["array[int]", "array[int]", "array[int]"]
 
 
 @dataclass(frozen=True)
 class Rungs:
-    """When the rows of a climb leave, all of them together.
+    """When the rows of a climb leave.
 
-    thresholds: of each block the cosine of before and after that every row must exceed to leave after it (River eq. 1);
-    below -1 they leave, at 1 or more they stay, whatever they do. resident: after so many blocks all leave.
+    thresholds: of each block the cosine of before and after that a row must exceed to leave after it (River eq. 1);
+    below -1 rows leave, at 1 or more they stay, whatever they do. resident: after so many blocks all leave. together:
+    they leave only all at once.
     """
 
     thresholds: "array[float]"
     resident: int
+    together: bool
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """Where a climb is: h [..., hidden] behind `done` blocks, and of each row after how many it left, or 0."""
+
+    h: Tensor
+    done: int
+    depths: "array[int]"
+
+    @classmethod
+    def begin(cls, h: Tensor) -> "Climbed":
+        """Before the first block."""
+        return cls(h, 0, array("q", bytes(8 * h[..., 0].numel())))
 
 
 class Chain:
@@ -115,7 +132,7 @@ class Chain:
         found = native.library()
         self._numbers = array("q", bytes(8 * _LINK * count))
         self._links: list[Link | None] = [None] * count
-        self._call = found.module.chain
+        self._call = found.module.blocks
         products = next(iter(found.isas.values())) if isa is None else found.isas[isa]
         self._way = found.team, found.team_size
         self._isas = products, small.index(isa)
@@ -141,25 +158,24 @@ class Chain:
         and signed sine, their width, and the first position seen. places: addresses of each layer's keys and values,
         bf16 [rows, groups, capacity, width]. strides: values from one group to the next there, and from row to row.
         """
-        return self._run(h, blocks, (rows, places, strides), (0, 0, 0))[0]
+        return self._run(h, blocks, (rows, places, strides), _NOBODY_LEAVES)[0]
 
-    def climb(self, exits: "Chain", rungs: Rungs, h: Tensor, tables: Tables) -> tuple[Tensor, int, int]:
-        """Take h, as above, through all blocks of this chain until its rows leave, from then on through `exits`.
+    def climb(self, exits: "Chain", rungs: Rungs, climbed: Climbed, tables: Tables) -> Climbed:
+        """Take rows from where they are through all other blocks; those that have left through those of `exits`.
 
-        `tables` are rows, places and strides as above. Returns h, how many blocks have run, fewer than all where the
-        next one is not put in, and after how many the rows left, 0 where they have not.
+        `tables` are rows, places and strides as above. It ends early where a block that rows need is not put in.
         """
-        leaving = exits._at(0), rungs.thresholds.buffer_info()[0], rungs.resident  # noqa: SLF001 - its own kind
-        return self._run(h, range(len(self._links)), tables, leaving)
+        depths, blocks = climbed.depths[:], range(climbed.done, len(self._links))
+        leaving = _at(exits._numbers), _at(rungs.thresholds), rungs.resident, _at(depths), rungs.together  # noqa: SLF001
+        return Climbed(*self._run(climbed.h, blocks, tables, leaving), depths)
 
-    def _at(self, block: int) -> int:
-        """Where the numbers of a block begin."""
-        return self._numbers.buffer_info()[0] + self._numbers.itemsize * _LINK * block
-
-    def _run(self, h: Tensor, blocks: range, tables: Tables, leaving: tuple[int, int, int]) -> tuple[Tensor, int, int]:
-        rows, places, strides = (table.buffer_info()[0] for table in tables)
+    def _run(self, h: Tensor, blocks: range, tables: Tables, leaving: Sequence[int]) -> tuple[Tensor, int]:
         out = torch.empty_like(h)
-        at = h.numel() // self._hidden, h.data_ptr(), out.data_ptr(), self._at(blocks.start), len(blocks)
+        at = h.numel() // self._hidden, h.data_ptr(), out.data_ptr(), _at(self._numbers), blocks.start, blocks.stop
+        rows, places, strides = map(_at, tables)
         way = *self._way, torch.get_num_threads(), *self._isas
-        done, depth = self._call(*way, *self._shape, *at, places, rows, strides, *leaving, *self._floats)
-        return out, done, depth
+        return out, self._call(*way, *self._shape, *at, places, rows, strides, *leaving, *self._floats)
+
+
+def _at(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]

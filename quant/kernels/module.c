@@ -140,7 +140,7 @@ static PyMethodDef methods[] = {
     {"attend_rows", (PyCFunction)(void (*)(void))adapt_attend, METH_FASTCALL, "tokens into the cache, and their attention"},
     {"pack", (PyCFunction)(void (*)(void))adapt_pack, METH_FASTCALL, "4-bit codes into the lines of tiles"},
     {"dequantize", (PyCFunction)(void (*)(void))adapt_dequantize, METH_FASTCALL, "rows of a packed 4-bit matrix as fp32"},
-    {"chain", (PyCFunction)(void (*)(void))adapt_chain, METH_FASTCALL, "decoder blocks, one behind the other"},
+    {"blocks", (PyCFunction)(void (*)(void))adapt_chain, METH_FASTCALL, "decoder blocks, one behind the other"},
     {"look", (PyCFunction)(void (*)(void))adapt_look, METH_FASTCALL, "rows normed, and the score of each"},
     {"adapter", (PyCFunction)(void (*)(void))adapt_adapter, METH_FASTCALL, "rows and what two products add to them"},
     {"draw", (PyCFunction)(void (*)(void))adapt_draw, METH_FASTCALL, "a token drawn from logits"},

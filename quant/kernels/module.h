@@ -8,9 +8,6 @@
 #include "native.h"
 #include "team.h"
 
-/* An address as it comes from Python. */
-static inline const void *adapt_pointer(long long number) { return (const void *)(uintptr_t)number; }
-
 /* False with an exception set where an argument is no number. */
 int adapt_read_numbers(PyObject *const *args, Py_ssize_t count, long long *to);
 

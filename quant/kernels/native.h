@@ -85,6 +85,9 @@ static inline int64_t block_rows(int64_t M, int64_t widest) {
 
 extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16;
 
+/* An address as Python gives it. */
+static inline const void *adapt_pointer(long long number) { return (const void *)(uintptr_t)number; }
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

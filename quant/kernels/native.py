@@ -189,7 +189,7 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "pack"):
+    if not hasattr(module, "blocks"):
         return "the C module was built from an older source: install the package again"
     isas = {name: index for index, (name, _) in enumerate(module.isas()) if name is not None}
     team, size = _torch_team()

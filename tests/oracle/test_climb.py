@@ -1,4 +1,7 @@
-"""A climb in one native call gives, bit for bit, what its blocks and questions give one by one, and the same depths."""
+"""A climb in native calls gives, bit for bit, what its blocks and questions give one by one, and the same depths.
+
+That holds for rows that leave together and for rows that leave each at its own depth.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapt_llm.quant.kernels import chain, native
+from adapt_llm.quant.kernels import native
+from adapt_llm.quant.kernels.chain import Climbed
 from adapt_llm.quant.layout import Int4Matrix, round_scale
 from adapt_llm.runtime.block import Block
 from adapt_llm.runtime.cache import KVCache
@@ -29,14 +33,14 @@ PROMPT = 18  # more than a native call takes
 def climbed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many blocks each climb ran."""
     ran: list[int] = []
-    climb = chain.Chain.climb
+    climb = Stack.climb
 
-    def counted(self: chain.Chain, *arguments: Any) -> tuple[Tensor, int, int]:
+    def counted(self: Stack, *arguments: Any) -> Climbed:
         found = climb(self, *arguments)
-        ran.append(found[1])
+        ran.append(found.done)
         return found
 
-    monkeypatch.setattr(chain.Chain, "climb", counted)
+    monkeypatch.setattr(Stack, "climb", counted)
     return ran
 
 
@@ -80,18 +84,39 @@ def cosines(decoder: Decoder, ids: Tensor) -> Tensor:
 
 def compare(model: Any, policy: ExitPolicy, ids: Tensor, sizes: Sequence[int], **options: Any) -> list[int | None]:
     """Runs both ways, which must agree; the depths."""
-    decoder, exits = stacks(model)
-    logits, depths, cache = run(River(decoder, exits, policy, **options), ids, sizes)
-    pieces = copy.copy(decoder)
-    pieces.blocks = list(decoder.blocks)
-    others, same, other = run(River(pieces, list(exits), policy, **options), ids, sizes)
+    native, pieces = both(model, policy, **options)
+    logits, depths, cache = run(native, ids, sizes)
+    others, same, other = run(pieces, ids, sizes)
     assert depths == same
     for one, two in zip(logits, others, strict=True):
         assert torch.equal(one, two)
-    assert cache.lengths == other.lengths
-    for one, two in zip(cache._keys + cache._values, other._keys + other._values, strict=True):
-        assert torch.equal(one, two)
+    assert_same(cache, other)
     return depths
+
+
+def both(model: Any, policy: ExitPolicy, **options: Any) -> tuple[River, River]:
+    """A river of stacks, and the same in pieces."""
+    decoder, exits = stacks(model)
+    pieces = copy.copy(decoder)
+    pieces.blocks = list(decoder.blocks)
+    return River(decoder, exits, policy, **options), River(pieces, list(exits), policy, **options)
+
+
+def assert_same(one: KVCache, other: KVCache) -> None:
+    """Both hold the same."""
+    assert one.lengths == other.lengths
+    for buffer, same in zip(one._keys + one._values, other._keys + other._values, strict=True):
+        assert torch.equal(buffer, same)
+
+
+def run_rows(river: River, prompts: Sequence[Tensor], more: Tensor) -> tuple[Tensor, Tensor, KVCache]:
+    """Prompts [1, S_i], then tokens `more` [B, N] one by one, a row each: logits [B, N, V], depths [B, N]."""
+    cache = river.new_cache(len(prompts), PROMPT + more.shape[1])
+    with torch.inference_mode():
+        for row, prompt in enumerate(prompts):
+            river.prefill(prompt, cache.rows(row))
+        found = [river.decode_rows(ids, cache) for ids in more.split(1, 1)]
+    return torch.cat([logits for logits, _ in found], 1), torch.cat([depths for _, depths in found], 1), cache
 
 
 @pytest.mark.usefixtures("threads")
@@ -105,9 +130,31 @@ def test_tokens_leave_where_the_rule_says(
     rule = CosineExit.by_layer(middle.tolist())
     depths = compare(model, rule, ids, sizes)
     assert len(set(depths)) > 1
-    # The prompt is too long; blocks that have not run before end the first climbs early.
-    assert len(climbed) == len(sizes) - 1
-    assert climbed[-1] == model.arch.num_layers
+    layers = model.arch.num_layers
+    assert climbed == [0, *[layers] * (len(sizes) - 1)]  # the prompt is too long
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["llama", "qwen3-window", "gemma3", "phi3", "smollm3"])
+def test_rows_leave_each_at_its_own_depth(
+    name: str, tiny_model: Callable[[str], Any], tiny: ModuleType, climbed: list[int]
+) -> None:
+    """And each gets what it gets alone."""
+    model, prompts = tiny_model(name), [tiny.random_ids(1, length) for length in (3, 7, 1, 12, 5)]
+    more = tiny.random_ids(len(prompts), 6)
+    middle = cosines(load_decoder(model.arch, model.store, **BF16), tiny.random_ids(1, 32)).median(1).values
+    river, pieces = both(model, CosineExit.by_layer(middle.tolist()), held=1)
+    logits, depths, cache = run_rows(river, prompts, more)
+    assert any(len(set(column)) > 1 for column in depths.T.tolist())
+    assert climbed[-6:] == [model.arch.num_layers] * 6
+    others, same, other = run_rows(pieces, prompts, more)
+    assert torch.equal(depths, same)
+    assert torch.equal(logits, others)
+    assert_same(cache, other)
+    for row, prompt in enumerate(prompts):
+        alone, left, _ = run_rows(river, [prompt], more[row : row + 1])
+        assert torch.equal(left, depths[row : row + 1])
+        assert torch.equal(alone, logits[row : row + 1])
 
 
 RULES: dict[str, tuple[ExitPolicy, dict[str, Any]]] = {
@@ -128,6 +175,34 @@ RULES: dict[str, tuple[ExitPolicy, dict[str, Any]]] = {
 def test_rules(rule: str, batch: int, tiny_model: Callable[[str], Any], tiny: ModuleType) -> None:
     policy, options = RULES[rule]
     compare(tiny_model("llama"), policy, tiny.random_ids(batch, 8), [2, 1, 3, 1, 1], **options)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_for_each_row(rule: str, tiny_model: Callable[[str], Any], tiny: ModuleType) -> None:
+    policy, options = RULES[rule]
+    prompts, more = [tiny.random_ids(1, length) for length in (1, 4, 2)], tiny.random_ids(3, 4)
+    one, other = (run_rows(river, prompts, more) for river in both(tiny_model("llama"), policy, **options))
+    for found, same in zip(one[:2], other[:2], strict=True):
+        assert torch.equal(found, same)
+    assert_same(one[2], other[2])
+
+
+def test_layers_that_stay_dense_in_the_river(tiny_model: Callable[[str], Any], tiny: ModuleType) -> None:
+    """A block that is its own exit layer is gone through by all rows at once."""
+    model, prompts, more = tiny_model("llama"), [tiny.random_ids(1, 3) for _ in range(3)], tiny.random_ids(3, 4)
+    decoder, exits = stacks(model)
+    mixed = [decoder.blocks[1] if index == 1 else exits[index] for index in range(len(exits))]
+    middle = cosines(decoder, tiny.random_ids(1, 32)).median(1).values
+    rule = CosineExit.by_layer([float(middle[0]), *[1.0] * (len(middle) - 1)])
+    pieces = copy.copy(decoder)
+    pieces.blocks = list(decoder.blocks)
+    rivers = River(decoder, Stack(model.arch, mixed), rule, held=1), River(pieces, mixed, rule, held=1)
+    one, other = (run_rows(river, prompts, more) for river in rivers)
+    assert len(set(one[1].flatten().tolist())) > 1
+    assert torch.equal(one[1], other[1])
+    assert torch.equal(one[0], other[0])
+    assert_same(one[2], other[2])
 
 
 @pytest.mark.usefixtures("climbed")
