@@ -46,9 +46,19 @@ class Choices:
             ) from error
 
     def lines(self) -> Iterator[str]:
-        """Yield `name=value` for each."""
+        """Yield `name=value` for each, as `set` reads it; of several stops one behind the other."""
         for name in _READERS:
-            yield f"{name}={getattr(self, name)}"
+            yield f"{name}={_shown(getattr(self, name))}"
+
+
+def _shown(value: object) -> str:
+    match value:
+        case tuple():
+            return ", ".join(str(part).replace("\n", "\\n") for part in value)
+        case None | bool():
+            return str(value).lower()
+        case _:
+            return str(value)
 
 
 def _integer_or_none(text: str) -> int | None:

@@ -140,7 +140,7 @@ class _Recipe:
         route = Route(CosineExit.uniform(tau, count, settings.entry_layer), held=0)  # as `run_river_check`
         ids = self_check_ids(self._tokenizer, plan.arch.max_positions)
         files = Files(self._frame, self._store, river)
-        dense, left = measure(files, ids, [FixedExit(count), route], self._reporter)
+        dense, left = measure(files, ids, [FixedExit(count), route], self._reporter, title="Record the self-check")
         found = SelfCheckRecord(
             tokens=ids.numel(), dense_nll=math.log(dense.perplexity), river_nll=math.log(left.perplexity)
         )

@@ -87,6 +87,16 @@ def test_choices() -> None:
 
 
 @pytest.mark.parametrize(
+    "choices", [Choices(), Choices(max_tokens=3, seed=7, stop=("\n",), ignore_eos=True, min_p=0.1)]
+)
+def test_choices_are_shown_as_they_are_set(choices: Choices) -> None:
+    read = Choices()
+    for line in choices.lines():
+        read = read.set(line)
+    assert read == choices
+
+
+@pytest.mark.parametrize(
     ("script", "code", "line"),
     [
         ("/nonsense\nb\n", 2, "there is no command /nonsense. See /help; begin with a space to say it to the model"),
