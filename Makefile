@@ -17,10 +17,11 @@ help:
 	@echo "make fix     ruff --fix and format"
 	@echo "make models  fetch the small real models that the marked tests use"
 
+# What setuptools warns of here (a table it calls experimental, an editable installation) is meant so.
 $(BIN)/adapt: pyproject.toml constraints.txt $(wildcard quant/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/adapt
