@@ -91,7 +91,8 @@ def _save(chat: Chat, argument: str) -> Iterator[str]:
 def _load(chat: Chat, argument: str) -> Iterator[str]:
     path = _path(argument, "load")
     chat.conversation.load(path)
-    yield f"{chat.conversation.turns} turns from {path}"
+    turns = chat.conversation.turns
+    yield f"{turns} turn{'' if turns == 1 else 's'} from {path}"
 
 
 def _system(chat: Chat, argument: str) -> Iterator[str]:

@@ -104,7 +104,7 @@ def summary(
     return {
         "rows": main.confusion.rows,
         **figures[first],
-        "margin": round(main.confusion.margin, 4),
+        "interval": [round(end, 4) for end in main.confusion.interval],
         "dense": figures["dense"],
         "one_d": figures["one_d"],
         "speedup": {"over_dense": main.speedup(dense), "over_one_d": main.speedup(tallies["one_d"])},
@@ -139,7 +139,8 @@ def page(result: Mapping[str, Any], *, width: int, marks: str) -> Iterator[str]:
 
 
 def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
-    yield f"an accuracy here is known to within {result['margin']:.3f} (95 %)"
+    low, high = result["interval"]
+    yield f"95 % interval of the accuracy ({result['accuracy']:.3f}): {low:.3f} to {high:.3f}"
     yield f"`adapt run` uses {result['use'].upper()} with this bundle"
     over = result["speedup"]["over_one_d"]
     if result["point"]["name"] == "2d":

@@ -130,7 +130,17 @@ class Conversation:
         self.dropped = 0
 
     def save(self, path: Path) -> None:
-        """Write the conversation as JSON; the file is whole or as before."""
+        """Write the conversation as JSON; the file is whole or as before.
+
+        Raises UsageError for a file that is there and is no saved conversation.
+        """
+        if path.exists():
+            try:
+                _parse(read_json(path), path)
+            except AdaptError as error:
+                raise UsageError(
+                    f"{path} is there, and is no saved conversation", "Save under another name."
+                ) from error
         data = {"format": _FORMAT, "version": 1, "system": self.system, "messages": self._answered()}
         beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

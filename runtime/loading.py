@@ -53,7 +53,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device {name} is not supported", "use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UsageError(f"this machine has no device {name}", "use --device cpu")
+        raise UsageError(f"this machine has no device {name}", "Use --device cpu.")
     return device
 
 

@@ -44,9 +44,13 @@ class Confusion:
         return sum(self.counts[place][place] for place in range(len(self.names))) / self.rows
 
     @property
-    def margin(self) -> float:
-        """Half the width of the accuracy's 95 % interval (normal approximation)."""
-        return 1.96 * (self.accuracy * (1 - self.accuracy) / self.rows) ** 0.5
+    def interval(self) -> tuple[float, float]:
+        """The accuracy's 95 % interval (Wilson's score interval, which has a width where all rows are right, too)."""
+        z, rows, accuracy = 1.96, self.rows, self.accuracy
+        shrink = 1 + z * z / rows
+        middle = (accuracy + z * z / (2 * rows)) / shrink
+        half = z * (accuracy * (1 - accuracy) / rows + (z / (2 * rows)) ** 2) ** 0.5 / shrink
+        return max(0.0, middle - half), min(1.0, middle + half)
 
     @property
     def macro_f1(self) -> float:

@@ -51,7 +51,7 @@ def test_commands(adapt: Invoke, tmp_path: Path) -> None:
     assert out == "S [1] a \nS [1] a \nS [1] b \nS [2] c \n"
     assert err.startswith(
         "the system message holds from the next turn on\n"
-        f"saved to {saved}\nforgotten\n1 turns from {saved}\nS\n"
+        f"saved to {saved}\nforgotten\n1 turn from {saved}\nS\n"
         "7 prompt tokens, first token after 500 ms; 4 new tokens, 2.0 tokens/s\nmean depth 3.0 blocks\n"
     )
     assert json.loads(saved.read_text("utf-8"))["messages"][1] == {"role": "assistant", "content": "S [1] a "}

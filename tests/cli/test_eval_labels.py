@@ -228,8 +228,13 @@ def test_scores_are_those_of_conversion(pairs: list[tuple[int, int]]) -> None:
         assert figures["precision"] == (hits / said if said else None)
 
 
-def test_margin() -> None:
-    assert Confusion(["a", "b"], [[50, 50], [0, 0]]).margin == pytest.approx(1.96 * 0.05)
+@pytest.mark.parametrize(
+    ("right", "rows", "ends"),
+    # By the formula in Newcombe (1998), table I, and the first by hand.
+    [(50, 100, (0.4038, 0.5962)), (81, 263, (0.2553, 0.3662)), (20, 20, (0.8389, 1.0)), (0, 20, (0.0, 0.1611))],
+)
+def test_interval(right: int, rows: int, ends: tuple[float, float]) -> None:
+    assert Confusion(["a", "b"], [[right, rows - right], [0, 0]]).interval == pytest.approx(ends, abs=1e-4)
 
 
 # --- the map

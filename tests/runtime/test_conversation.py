@@ -240,6 +240,20 @@ def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, data: object,
     assert contents(chat) == ["a", "[1:a]"]
 
 
+@pytest.mark.parametrize("found", [b"my notes\n", b"{}", b'{"format": "adapt-conversation", "version": 2}', b""])
+def test_what_is_no_conversation_is_not_saved_over(tmp_path: Path, found: bytes) -> None:
+    path, chat = tmp_path / "notes.txt", conversation()
+    path.write_bytes(found)
+    with pytest.raises(UsageError, match="no saved conversation"):
+        chat.save(path)
+    assert path.read_bytes() == found
+    path.unlink()
+    chat.save(path)
+    say(chat, "a")
+    chat.save(path)
+    assert len(json.loads(path.read_text(encoding="utf-8"))["messages"]) == 2
+
+
 def test_paths_that_do_not_exist_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no file"):
         conversation().load(tmp_path / "none.json")
