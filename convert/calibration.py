@@ -49,7 +49,7 @@ def read_text(path: Path | None) -> tuple[str, bytes]:
     try:
         return path.name, path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "name a UTF-8 text with --calibration") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", "Name a UTF-8 text with --calibration.") from error
 
 
 def load_calibration(path: Path | None, tokenizer: "Tokenizer", *, tokens: int, max_positions: int) -> CalibrationText:
@@ -61,7 +61,7 @@ def load_calibration(path: Path | None, tokenizer: "Tokenizer", *, tokens: int, 
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text", "save it as UTF-8") from error
+        raise UsageError(f"{name} is not UTF-8 text", "Save it as UTF-8.") from error
     text = text[: CHARACTERS_A_TOKEN * (tokens + JUDGED * SEQUENCE)]  # a huge file is not tokenised whole
     whole = sequences(tokenizer, tokenizer.encode(text, add_special_tokens=False), min(SEQUENCE, max_positions))
     if len(whole) < 2:

@@ -49,9 +49,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"there is no device called {name}", "use auto, cpu, cuda or cuda:N") from error
+        raise UsageError(f"there is no device called {name}", "Use auto, cpu, cuda or cuda:N.") from error
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name} is not supported", "use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"device {name} is not supported", "Use auto, cpu, cuda or cuda:N.")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise UsageError(f"this machine has no device {name}", "Use --device cpu.")
     return device
@@ -66,9 +66,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     dtypes = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name not in dtypes:
-        raise UsageError(f"dtype {name} is not known", f"use one of {', '.join(dtypes)}")
+        raise UsageError(f"dtype {name} is not known", f"Use one of {', '.join(dtypes)}.")
     if name == "fp16" and device.type == "cpu":
-        raise UsageError("fp16 is many times slower than bf16 on a CPU", "use --dtype bf16 or fp32")
+        raise UsageError("fp16 is many times slower than bf16 on a CPU", "Use --dtype bf16 or fp32.")
     return dtypes[name]
 
 
