@@ -28,11 +28,11 @@ typedef struct {
     int count;
 } Sides;
 
-/* Who goes through which form of a block; nobody is asked apart where both are the same. */
+/* Who goes through which form of a block: all rows as one where both are the same. */
 static Sides sides_of(const Chain *c, const Own *own, int64_t index) {
     const int64_t *one = adapt_block(c->blocks, index), *other = c->exits ? adapt_block(c->exits, index) : one;
     int same = one == other || memcmp(one, other, BLOCK_NUMBERS * sizeof *one) == 0;
-    int64_t staying = own->staying && same ? c->M : own->staying;
+    int64_t staying = same && own->staying ? c->M : own->staying;
     Sides sides = {.count = 0};
     if (staying) sides.of[sides.count++] = (Side){one, 0, staying};
     if (staying < c->M) sides.of[sides.count++] = (Side){other, staying, c->M - staying};
