@@ -149,7 +149,10 @@ class Classify:
         how = {"bundle": manifest_digest(self.bundle), "rule": str(self.point)}
         how |= {"dtype": self.settings.get("dtype")}
         request = replace(request, keys=CLASSIFY_KEYS, settings=how)
-        request.check()
+        with request.held():
+            self._rows(request)
+
+    def _rows(self, request: RowsRequest) -> None:
         job = RowsJob.prepare(request, COLUMNS, self.reporter.warn, cells=CELLS)
         if request.resume and job.finished():
             self.reporter.note(job.nothing_left())

@@ -139,7 +139,10 @@ class Run:
     def rows(self, request: RowsRequest) -> None:
         """Answer every row of a request; exit 3 when some failed."""
         request = replace(request, settings=self._record())
-        request.check()
+        with request.held():
+            self._rows(request)
+
+    def _rows(self, request: RowsRequest) -> None:
         services.generation_options(self.choices)  # refuse impossible values before any row
         job = RowsJob.prepare(request, self.columns, self.reporter.warn)
         if request.resume and job.finished():

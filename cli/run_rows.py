@@ -18,7 +18,7 @@ from ..runtime.rows import STDIN, Row, Shard, check_inputs, read_rows
 from .answers import Answers, InOrder, Outcome, Pausing, Result
 from .rows_out import Done, Form, form_of, match, open_output, output_form
 from .run_record import Settings, begin, check, end
-from .writing import check_place
+from .writing import alone, check_place
 
 OnError = Literal["record", "skip", "fail"]
 
@@ -55,13 +55,29 @@ class RowsRequest:
         form = self.output_form
         if self.resume and form == "text" and self.on_error == "skip":
             raise UsageError("a text output does not say which rows were skipped", "Use jsonl with --resume")
-        if self.output.exists():
-            self._check_existing(self.output)
         check_place(self.output)
+        if self.output.exists():
+            self._check_no_input(self.output)
+            with alone(self.output):
+                self._check_new(self.output)
 
-    def _check_existing(self, output: Path) -> None:
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Check, and keep the output from other processes: within, it is read, cut and continued row by row.
+
+        Raises UsageError as `check` does, and where another process is writing the output.
+        """
+        self.check()
+        with alone(self.output):
+            if self.output is not None:
+                self._check_new(self.output)  # another process may just have finished it
+            yield
+
+    def _check_no_input(self, output: Path) -> None:
         if any(name != STDIN and output.samefile(name) for name in self.inputs):
             raise UsageError(f"{output} is also an input", "Choose another name for the output")
+
+    def _check_new(self, output: Path) -> None:
         if output.is_file() and output.stat().st_size and not (self.force or self.resume):
             raise UsageError(f"{output} is there already", "Continue it with --resume, or replace it with --force")
 

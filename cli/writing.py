@@ -1,5 +1,6 @@
 """Where one result goes: stdout, or a new file."""
 
+import errno
 import os
 import stat
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import UsageError
+from ..runtime.file_lock import lock_file
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What a file system without locks says; there nothing guards a file."""
 
 
 def check_new(output: Path | None, *, force: bool) -> None:
@@ -43,8 +48,44 @@ def destination(output: Path | None) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
-    with output.open("w", encoding="utf-8", newline="\n") as stream:
+    with alone(output), output.open("w", encoding="utf-8", newline="\n") as stream:
         yield stream
+
+
+@contextmanager
+def alone(output: Path | None) -> Iterator[None]:
+    """Keep a file that is written bit by bit from other processes. Raises UsageError where one is writing it.
+
+    A file that is missing is made; where an error ends the work before anything is in it, it goes again.
+    """
+    if output is None or (
+        output.exists() and not output.is_file()
+    ):  # a pipe or a device: whoever reads it sees to that
+        yield
+        return
+    new = not output.exists()
+    handle = _locked(output)
+    try:
+        yield
+    except BaseException:
+        if new and output.is_file() and not output.stat().st_size:
+            output.resolve().unlink()  # still locked: nobody else has begun with it
+        raise
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(output: Path) -> int | None:
+    try:
+        return lock_file(output)
+    except BlockingIOError:
+        what = f"another process is writing {output}"
+        raise UsageError(what, "Wait for it, or choose another name with -o") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -1,14 +1,11 @@
-"""One process at a time in a folder. Knows nothing of what is done there.
+"""One process at a time in a folder. Knows nothing of what is done there."""
 
-The kernel holds the lock for the process (flock), so one that was killed holds nothing.
-"""
-
-import fcntl
 import os
 import shutil
 from pathlib import Path
 
 from ..errors import UsageError
+from ..runtime.file_lock import lock_file
 
 
 class FolderLock:
@@ -25,29 +22,22 @@ class FolderLock:
         while True:
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
-                handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                handle = lock_file(self._path)
             except FileNotFoundError:  # another process has just finished and removed the folder
                 continue
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
-                os.close(handle)
-                who = f"Process {holder}" if holder else "Another process"
-                what = f"{who} is at work in {self._folder}"
+                what = f"{self._holder()} is at work in {self._folder}"
                 raise UsageError(what, "Wait for it, or choose another folder with -o.") from None
-            if self._is_current(handle):
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, f"{os.getpid()}\n".encode("ascii"), 0)
-                return handle
-            os.close(handle)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode("ascii"), 0)
+            return handle
 
-    def _is_current(self, handle: int) -> bool:
-        """False where the file was removed between opening and locking it: that lock would guard nothing."""
+    def _holder(self) -> str:
         try:
-            return self._path.stat().st_ino == os.fstat(handle).st_ino
-        except FileNotFoundError:
-            return False
+            number = self._path.read_bytes()[:32].decode("ascii", "replace").strip()
+        except FileNotFoundError:  # it has just finished
+            number = ""
+        return f"Process {number}" if number else "Another process"
 
     @property
     def held(self) -> bool:
