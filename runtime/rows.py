@@ -235,9 +235,11 @@ def _table_rows(name: str, lines: Iterable[bytes], form: str, wanted: Wanted) ->
     text = (line.decode("utf-8", "surrogateescape") for line in lines)
     quoting = csv.QUOTE_NONE if form == "tsv" else csv.QUOTE_MINIMAL  # tsv has no quoting: a " is a "
     reader = csv.reader(text, delimiter="\t" if form == "tsv" else ",", quoting=quoting)
-    header = next(reader, None)
+    header = _next_cells(reader)
     if header is None:
         return
+    if isinstance(header, str):
+        raise FormatError(f"{name}: the header is {header}", "Save it with lines that end in LF or CRLF")
     header = _distinct(header)
     column = Wanted(_column(name, header, wanted), wanted.keys)
     while (cells := _next_cells(reader)) is not None:
@@ -261,6 +263,8 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | str | None:
     try:
         return next(reader, None)
     except csv.Error as error:
+        if "new-line character" in str(error):  # csv goes on with advice to a programmer
+            return "not a table row: a carriage return without a line feed ends no line"
         return f"not a table row: {error}"
 
 

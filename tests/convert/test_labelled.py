@@ -188,3 +188,11 @@ def test_class_weights_balance() -> None:
     assert sum(weights[label] for label in whole.labels) == len(whole)
     with pytest.raises(FormatError, match="no rows of the label 'b'"):
         class_weights(data(["t"], [0]))
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+def test_a_table_with_bare_carriage_returns_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"text,label\rgood,1\rbad,0\r")
+    with pytest.raises(FormatError, match="carriage return"):
+        read_labelled(path)

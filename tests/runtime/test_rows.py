@@ -181,3 +181,22 @@ def test_what_is_no_json_number_is_that_rows_error(tmp_path: Path, number: str) 
     first, second = read_rows([str(path)])
     assert first.error == f"not JSON: {number} is no JSON number"
     assert second.content == "b"
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.tsv"])
+def test_a_table_that_is_none_is_refused_in_one_line(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header is read like any other row: csv's own errors are said, and their remedy."""
+    path = tmp_path / name
+    path.write_bytes(b"prompt\ra\rb\r")
+    with pytest.raises(FormatError, match=r"header.*carriage return") as caught:
+        list(read_rows([str(path)]))
+    assert "LF" in caught.value.hint
+    path.write_bytes(b"prompt\na\rb\nc\n")
+    errors = [row.error for row in read_rows([str(path)])]
+    assert errors == ["not a table row: a carriage return without a line feed ends no line", None]
+    monkeypatch.setattr("adapt_llm.runtime.rows.MAX_LINE_BYTES", 100)
+    path.write_bytes(b"x" * 200 + b"\na\n")
+    with pytest.raises(FormatError, match=r"header.*field larger"):
+        list(read_rows([str(path)]))
