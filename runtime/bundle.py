@@ -181,7 +181,10 @@ class Bundle:
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only bundles that refer to the Hub's cache
 
         base = self.manifest.base
-        found = try_to_load_from_cache(base.id, name, cache_dir=self.cache_dir, revision=base.revision)
+        try:
+            found = try_to_load_from_cache(base.id, name, cache_dir=self.cache_dir, revision=base.revision)
+        except ValueError as error:
+            raise FormatError(f"{MANIFEST_NAME}: base.id {base.id!r} is no name on the Hub", REPAIR) from error
         if not isinstance(found, str) or not Path(found).exists():
             raise self._not_cached(f"{name} is missing")
         path = Path(found)

@@ -26,6 +26,7 @@ from ..errors import FormatError, UnsupportedError
 from .method_settings import MethodSettings, Sha256
 from .methods import METHODS
 from .progress import Reporter
+from .row_content import has_surrogate
 from .tuned import Tuned
 
 MANIFEST_NAME = "adapt.json"
@@ -43,9 +44,13 @@ _SIGNIFICANT_DIGITS = 6
 _ABSOLUTE = re.compile(r"^(/|~|\\\\|[A-Za-z]:[\\/]|file:)")
 
 
+def _no_name(text: str) -> bool:
+    return "\0" in text or has_surrogate(text)
+
+
 def _relative_name(name: str) -> str:
     parts = PurePosixPath(name).parts
-    if not parts or _ABSOLUTE.match(name) or ".." in parts or "\\" in name:
+    if not parts or _ABSOLUTE.match(name) or ".." in parts or "\\" in name or _no_name(name):
         raise ValueError(f"{name!r} is not a file name inside the bundle")
     return name
 
@@ -157,9 +162,14 @@ class Manifest(_Strict, frozen=True):
     def _consistent(self) -> Self:
         if MANIFEST_NAME in self.files:
             raise ValueError(f"{MANIFEST_NAME} cannot list itself")
-        for where, text in _strings(self.model_dump(mode="json")):
+        names = [method.name for method in self.methods]
+        if len(set(names)) < len(names):
+            raise ValueError(f"methods: a method is there twice ({', '.join(names)})")
+        for where, text in _strings(self.model_dump()):
             if _ABSOLUTE.match(text):
                 raise ValueError(f"{where} holds a path of one machine: {text!r}")
+            if _no_name(text):  # no file, no model and no label is called so; the system refuses it in a path
+                raise ValueError(f"{where} holds a NUL byte or half a character: {text!r}")
         return self
 
     def method(self, kind: type[M]) -> M | None:
@@ -253,7 +263,7 @@ def _check_features(data: Mapping[str, Any]) -> None:
 def _first(error: ValidationError) -> str:
     """The first complaint of pydantic as one line."""
     first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = repr(".".join(str(part) for part in first["loc"]))[1:-1]  # what cannot be printed is escaped
     what = first["msg"].removeprefix("Value error, ")
     more = error.error_count() - 1
     return (f"{where}: {what}" if where else what) + (f" (and {more} more)" if more else "")

@@ -128,3 +128,15 @@ def test_config_that_is_no_object(copy: Path) -> None:
     (copy / "config.json").write_text(json.dumps("x" * (size - 2)), encoding="utf-8")
     with pytest.raises(FormatError, match=r"config.json is not a JSON object"):
         Bundle.open(copy)
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b/c", "../x", "x" * 200])
+def test_a_reference_to_what_is_no_name_on_the_hub(
+    factory: ModuleType, source: Path, tmp_path: Path, name: str
+) -> None:
+    out = factory.bundle(source, tmp_path / "out", mode="reference", revision=REVISION)
+    data = json.loads((out / "adapt.json").read_text(encoding="utf-8"))
+    data["base"]["id"] = name
+    (out / "adapt.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(FormatError, match="no name on the Hub"):
+        _ = Bundle.open(out).backbone_folder

@@ -100,6 +100,30 @@ def test_the_message_names_the_field(plain: m.Manifest, key: str, value: object,
         m.loads(changed(plain, **{key: value}))
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"], ids=["NUL", "surrogate"])
+@pytest.mark.parametrize("where", ["files", "backbone", "id", "revision", "libraries", "text"])
+def test_no_name_that_the_system_refuses(plain: m.Manifest, where: str, name: str) -> None:
+    base, files = json.loads(plain.dumps())["base"], {name: {"sha256": "0" * 64, "bytes": 1}}
+    quality = {"tokens": 1, "text": name, **dict.fromkeys(("dense_perplexity", "perplexity", "kl"), 1.0)}
+    changes: dict[str, dict[str, object]] = {
+        "files": {"files": files},
+        "backbone": {"backbone": {"mode": "reference", "files": files}},
+        "id": {"base": {**base, "id": name}},
+        "revision": {"base": {**base, "revision": name}},
+        "libraries": {"libraries": {name: "1"}},
+        "text": {"quality": {**quality, "agreement": 1.0, "mean_depth": 1.0}},
+    }
+    with pytest.raises(FormatError, match=r"not a file name|NUL byte") as caught:
+        m.loads(changed(plain, **changes[where]))
+    assert str(caught.value).isprintable()
+
+
+def test_a_method_that_is_there_twice(plain: m.Manifest) -> None:
+    river = json.loads(plain.dumps())["methods"][0]
+    with pytest.raises(FormatError, match="twice"):
+        m.loads(changed(plain, methods=[river, {**river, "tau": 0.5}]))
+
+
 @pytest.mark.parametrize("path", ["/srv/model", "~/model", "C:\\models\\x", "\\\\host\\x", "file:///x"])
 def test_no_absolute_path_goes_in_or_out(plain: m.Manifest, path: str) -> None:
     with pytest.raises(FormatError, match="path of one machine"):
