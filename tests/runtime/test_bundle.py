@@ -134,7 +134,8 @@ def test_config_that_is_no_object(copy: Path) -> None:
 def test_a_reference_to_what_is_no_name_on_the_hub(
     factory: ModuleType, source: Path, tmp_path: Path, name: str
 ) -> None:
-    out = factory.bundle(source, tmp_path / "out", mode="reference", revision=REVISION)
+    snapshot = hub_cache(source, tmp_path / "cache")
+    out = factory.bundle(snapshot, tmp_path / "out", mode="reference", revision=REVISION)
     data = json.loads((out / "adapt.json").read_text(encoding="utf-8"))
     data["base"]["id"] = name
     (out / "adapt.json").write_text(json.dumps(data), encoding="utf-8")
