@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding as look_up
 
+from ..errors import FormatError
 from ..quant.linear import DenseLinear, Linear
 from .architecture import Architecture, block_prefix
 from .attention import HeadNorm, RMSNorm
@@ -91,8 +92,14 @@ class Decoder:
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Ids [B, S] -> [B, S, hidden]."""
-        h = look_up(ids, self.embedding)
+        """Ids [B, S] -> [B, S, hidden]. Raises FormatError for an id beyond the vocabulary, on a CPU."""
+        try:
+            h = look_up(ids, self.embedding)
+        except IndexError as error:  # who encodes looks first (Tokenizer.check_known), where the config tells the size
+            what = f"the tokenizer knows token {int(ids.max())}, the model only {len(self.embedding)}"
+            raise FormatError(
+                what, "tokenizer.json and config.json seem to be of two models; fetch them again"
+            ) from error
         return h if self._scale is None else h * self._scale
 
     def run(self, h: Tensor, step: Pass, kv: KVStore, layers: range | None = None) -> Tensor:

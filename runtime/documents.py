@@ -67,7 +67,9 @@ class DocumentReader:
         """
         bos = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
         ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        return ids if bos and ids[:1] == bos else bos + ids
+        ids = ids if bos and ids[:1] == bos else bos + ids
+        self.tokenizer.check_known(ids)
+        return ids
 
     def read(self, text: str | Sequence[str]) -> Document:
         """Tokenise a text once, as a whole, and say which tokens are which sentence's.
@@ -78,6 +80,7 @@ class DocumentReader:
 
         Raises:
             UsageError: no text, a text without a token, or one that is not Unicode.
+            FormatError: a token that the model does not have.
 
         """
         pieces = [text] if isinstance(text, str) else list(text)
@@ -100,6 +103,7 @@ class DocumentReader:
         ids = encoding.ids[: self.max_tokens]
         if not ids:
             raise UsageError("the text has no token")
+        self.tokenizer.check_known(ids)
         starts = list(_starts(text, encoding.offsets))
         ends = (bisect_left(starts, stop) for stop in accumulate(map(len, pieces)))
         distinct = {min(end, len(ids)) for end in ends if end} | {len(ids)}

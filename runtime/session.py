@@ -205,6 +205,7 @@ def load_session(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = load_model(bundle, options, reporter or SilentReporter())
+    tokenizer.vocab_size = bundle.architecture.vocab_size  # some families' configs leave it out
     return Session(bundle.path, tokenizer, model, bundle.architecture.max_positions, options)
 
 

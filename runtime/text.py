@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import FormatError
+from ..errors import FormatError, UsageError
 from .pieces import piece_decoder
 
 END_OF_TURN = (
@@ -40,13 +40,20 @@ class Tokenizer:
         backend: the loaded tokenizer.json.
         settings: tokenizer_config.json.
         eos_ids: end-of-sequence ids that the model's own configuration names.
+        vocab_size: how many tokens the model knows; None: not known.
 
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: Mapping[str, Any] | None = None,
+        eos_ids: Iterable[int] = (),
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         self.backend = backend
+        self.vocab_size = vocab_size
         self.settings: Mapping[str, Any] = settings or {}
         self._added = {added.content: index for index, added in backend.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, added in backend.get_added_tokens_decoder().items() if added.special)
@@ -75,7 +82,9 @@ class Tokenizer:
         configs = [read_json(folder / name) for name in ("generation_config.json", "config.json")]
         configs += [config["text_config"] for config in configs if isinstance(config.get("text_config"), dict)]
         eos = {index for config in configs for index in _as_ids(config.get("eos_token_id"))}
-        return cls(backend, read_json(folder / "tokenizer_config.json"), eos)
+        size = configs[-1].get("vocab_size")  # of the text model, where the config has several
+        settings = read_json(folder / "tokenizer_config.json")
+        return cls(backend, settings, eos, vocab_size=size if isinstance(size, int) else None)
 
     def _ids_of(self, tokens: Iterable[str]) -> list[int]:
         return [self._added[token] for token in tokens if token in self._added]
@@ -115,12 +124,34 @@ class Tokenizer:
 
         With `add_special_tokens` the result begins with exactly one BOS if this tokenizer uses one, even when the
         text spells one itself. Without (what a chat template returned) nothing is added or removed.
+
+        Raises:
+            UsageError: half a character in the text (a lone surrogate).
+            FormatError: see `check_known`.
+
         """
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if self.bos_id is None or not add_special_tokens or not (self.adds_bos or self._post_processor_adds_bos):
-            return ids
-        first = next((at for at, index in enumerate(ids) if index != self.bos_id), len(ids))
-        return [self.bos_id] * self.adds_bos + ids[first:]
+        try:
+            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # all that can be wrong with a str
+            raise UsageError("the text is not Unicode (lone surrogate)") from error
+        if self.bos_id is not None and add_special_tokens and (self.adds_bos or self._post_processor_adds_bos):
+            first = next((at for at, index in enumerate(ids) if index != self.bos_id), len(ids))
+            ids = [self.bos_id] * self.adds_bos + ids[first:]
+        self.check_known(ids)
+        return ids
+
+    def check_known(self, ids: Iterable[int]) -> None:
+        """Raise FormatError for an id that the model does not have.
+
+        Asked of the ids in use, not of the whole vocabulary: models are published whose tokenizer has more tokens than
+        their embedding (a padding token added for training, say), and which never use them.
+        """
+        highest = max(ids, default=0)
+        if self.vocab_size is not None and highest >= self.vocab_size:
+            raise FormatError(
+                f"the tokenizer knows token {highest}, the model only {self.vocab_size}",
+                "tokenizer.json and config.json seem to be of two models; fetch them again.",
+            )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of ids."""

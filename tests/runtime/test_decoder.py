@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from adapt_llm.convert.source import open_source
-from adapt_llm.errors import UsageError
+from adapt_llm.errors import FormatError, UsageError
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.decoder import Decoder, load_decoder
 from adapt_llm.runtime.pass_store import PassStore
@@ -41,6 +41,13 @@ class MemoryStore:
 def score(decoder: Decoder, ids: torch.Tensor, store: PassStore | None = None) -> torch.Tensor:
     step = decoder.step(None, ids)
     return decoder.logits(decoder.run(decoder.embed(ids), step, store or PassStore(decoder.arch)))
+
+
+def test_an_id_beyond_the_vocabulary_is_named(tiny_model: Callable[[str], Any]) -> None:
+    decoder = tiny_model("gemma2").decoder
+    size = decoder.arch.vocab_size
+    with pytest.raises(FormatError, match=f"the tokenizer knows token {size}, the model only {size}"):
+        decoder.embed(torch.tensor([[0, size]]))
 
 
 def test_nothing_is_copied(tiny_model: Callable[[str], Any]) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from adapt_llm.convert.source import open_source
-from adapt_llm.errors import FormatError
+from adapt_llm.errors import FormatError, UsageError
+from adapt_llm.runtime.documents import DocumentReader
 from adapt_llm.runtime.template import Template
 from adapt_llm.runtime.text import IncrementalDecoder, Tokenizer
 
@@ -246,3 +247,33 @@ def test_defects_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(FormatError, match="not valid JSON"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_ids_beyond_the_model_are_refused_where_they_are_used(tmp_path: Path, *, nested: bool) -> None:
+    """A published tokenizer may have tokens that its model lacks, and texts that never use them."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_special_tokens([AddedToken(f"<pad{number}>", special=True) for number in range(10)])
+    size = byte_level().get_vocab_size()
+    text = {"vocab_size": size}
+    folder = write(tmp_path, config={"vocab_size": 9, "text_config": text} if nested else text)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.size > size
+    assert tokenizer.encode("the cat") == byte_level().encode("the cat").ids
+    beyond = backend.token_to_id("<pad9>")
+    for add_special_tokens in (True, False):
+        with pytest.raises(FormatError, match=f"the tokenizer knows token {beyond}, the model only {size}"):
+            tokenizer.encode("the <pad9> cat", add_special_tokens=add_special_tokens)
+    reader = DocumentReader(tokenizer, max_tokens=10)
+    with pytest.raises(FormatError, match=f"token {beyond}"):
+        reader.prefix("<pad9>")
+    reader.read("the <pad9> cat")  # plain text here
+    tokenizer.vocab_size = 1
+    with pytest.raises(FormatError, match="the model only 1"):
+        reader.read("the cat")
+
+
+def test_half_a_character_is_refused() -> None:
+    with pytest.raises(UsageError, match="surrogate"):
+        Tokenizer(byte_level()).encode("a\ud800")
