@@ -1,27 +1,21 @@
 """Chat templates: from messages to the text a model was trained on.
 
-A template is untrusted code from the model's author. It runs in jinja2's immutable sandbox, with the helpers that
-transformers gives it. Knows no tokenizer and no model: special tokens come in as strings, text goes out.
+A template is untrusted code from the model's author: it runs in a sandbox (template_sandbox.py), and whatever it does
+there becomes an AdaptError. Knows no tokenizer and no model: special tokens come in as strings, text goes out.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.ext import loopcontrols as LoopControls  # noqa: N812 - jinja2 gives this class a lower-case name
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from ..errors import AdaptError, FormatError, UnsupportedError, UsageError
 from .chat_formats import BUILT_IN
+from .row_content import has_surrogate
+from .template_sandbox import environment
 from .text import read_json
 
 Message = Mapping[str, Any]
@@ -29,75 +23,10 @@ Message = Mapping[str, Any]
 
 _PROBE = "system-probe-7f3a"
 
-# A value in a template can raise what any Python expression can.
-_RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_MOST_TEXT = 16 * 2**20
+"""Characters that a template may write: more than any context holds, and less than memory does."""
 
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it is only let through."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(Namespace):
-    """jinja2's namespace without underscore names, which would reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - so that namespace(self=…) works
-        values = dict(*args[1:], **kwargs)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(args[0], values)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        _check_name(name)
-        Namespace.__setitem__(self, name, value)
-
-
-def _check_name(name: object) -> None:
-    if str(name).startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as dict()
-    """Stand in for the class `dict`: a function has no attributes that lead elsewhere."""
-    return dict(*args, **kwargs)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControls]
-    )
-    environment.filters["tojson"] = _to_json
-    helpers: dict[str, Callable[..., object]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "namespace": _Namespace,
-        "dict": _make_dict,
-    }
-    environment.globals.update(helpers)
-    return environment
+_MOST_SAID = 500
 
 
 @dataclass(frozen=True)
@@ -105,7 +34,7 @@ class Template:
     """One chat template.
 
     Raises:
-        FormatError: on first use, the source is not valid jinja.
+        FormatError: on first use, the source is not valid jinja, or too much of it.
 
     """
 
@@ -145,11 +74,11 @@ class Template:
     def compiled(self) -> jinja2.Template:
         """The template, ready to render."""
         try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise FormatError(
-                f"{self.name}, line {error.lineno}: {_one_line(error)}", "Give another with --chat-template FILE|NAME."
-            ) from error
+            return environment().from_string(self.source)
+        except Exception as error:  # jinja computes constants as it compiles, Python limits nesting: anything comes
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            hint = "Give another with --chat-template FILE|NAME."
+            raise FormatError(f"{self.name}{line}: {_one_line(error)}", hint) from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Write `messages` as the model reads them. Encode the result without adding special tokens.
@@ -196,12 +125,27 @@ class Template:
             "add_generation_prompt": True,
             **(variables or {}),
         }
+        compiled = self.compiled
         try:
-            return self.compiled.render(messages=messages, **context)
-        except (jinja2.TemplateError, *_RENDER_ERRORS) as error:
+            text = _joined(compiled.generate(messages=messages, **context))
+        except Exception as error:  # a value in a template can raise what any Python expression can
             raise AdaptError(
                 f"{self.name} refuses these messages: {_one_line(error)}", "See --chat-template and --raw."
             ) from error
+        if has_surrogate(text):
+            raise AdaptError(f"{self.name} writes what is not Unicode text (lone surrogate)", "See --chat-template.")
+        return text
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Join what a template writes, piece by piece, until it is too much."""
+    size, kept = 0, []
+    for piece in pieces:
+        size += len(piece)
+        if size > _MOST_TEXT:
+            raise jinja2.TemplateError(f"it writes more than {_MOST_TEXT} characters")
+        kept.append(piece)
+    return "".join(kept)
 
 
 def has_template(folder: Path) -> bool:
@@ -280,4 +224,6 @@ def _fold_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    """What an error says, which may be the template's own words."""
+    said = str(error)[:_MOST_SAID].encode("utf-8", "backslashreplace").decode("utf-8")
+    return " ".join(said.split()).rstrip(".") or type(error).__name__

@@ -142,6 +142,46 @@ def test_a_refusal_or_a_crash_inside_a_template_is_one_line(source: str, says: s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% if 1 %}" * 600 + "x" + "{% endif %}" * 600,
+        "{% for a in [1] %}" * 30 + "x" + "{% endfor %}" * 30,
+        "{{ " + "not " * 50_000 + "1 }}",
+        "{{ (10**5000)|string }}",
+        "{{ " + "9" * 5000 + " }}",
+        "{{ messages|nosuch }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ '\\ud800' }}",
+        "\ud800",
+        "{{ raise_exception('\\ud800') }}",
+        "{{ raise_exception('long ' * 10000) }}",
+        "{{ strftime_now('\\ud800') }}",
+        "{{ '%999999999999999999999d' % 1 }}",
+        "{{ messages[0].content * 10**15 }}",
+        "{% for i in range(1000) %}{{ 'a' * 100000 }}{% endfor %}",
+        "{{ lipsum(n=3) }}",
+        "{% include 'x' %}",
+    ],
+    ids=lambda source: ascii(source[:40]),
+)
+def test_whatever_a_template_does_is_one_line_of_text(source: str, tmp_path: Path) -> None:
+    """It is untrusted: it may nest beyond Python's limits, write half a character, and write without end."""
+    given = tmp_path / "given.jinja"
+    given.write_text(source, encoding="utf-8", errors="surrogatepass")
+
+    def from_file() -> str:
+        return load(tmp_path, str(given)).render([USER])
+
+    for render in (lambda: Template(source).render([USER]), from_file):
+        with pytest.raises(AdaptError) as caught:
+            render()
+        said = str(caught.value)
+        assert said.isprintable()
+        assert len(said) < 1000
+
+
 def test_rendering_agrees_with_transformers(tmp_path: Path) -> None:
     compile_template = pytest.importorskip("transformers.utils.chat_template_utils")._compile_jinja_template
     source = (
