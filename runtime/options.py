@@ -102,7 +102,8 @@ class Sampling:
         _require("top_k", self.top_k, "0 (off) or more", low=0)
         _require("top_p", self.top_p, "above 0 and at most 1", low=0.0, high=1.0, open_low=True)
         _require("min_p", self.min_p, "between 0 and 1", low=0.0, high=1.0)
-        _require("repetition_penalty", self.repetition_penalty, "above 0", low=0.0, open_low=True)
+        # Beyond, what it makes of a logit is no number in float32: the model would be blamed for it.
+        _require("repetition_penalty", self.repetition_penalty, "between 0.000001 and 1000000", low=1e-6, high=1e6)
 
     @property
     def greedy(self) -> bool:

@@ -53,6 +53,8 @@ def reference(logits: list[float] | torch.Tensor, sampling: Sampling) -> dict[in
         ("min_p", -0.1),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e300),
     ],
 )
 def test_values_outside_their_range_are_a_usage_error_that_names_the_setting(field: str, value: float) -> None:
@@ -178,6 +180,22 @@ def test_repetition_penalty_moves_greedy_off_the_token_seen() -> None:
 def test_broken_logits_are_an_error_not_a_token(bad: float, temperature: float) -> None:
     with pytest.raises(AdaptError, match="logit"):
         sample(torch.tensor([1.0, bad, 2.0]), Sampling(temperature=temperature), 0.5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"repetition_penalty": penalty} for penalty in (1e-6, 1e6)),
+        *({"temperature": temperature} for temperature in (5e-324, 1e-300, 1e-40, 1e40, 1e308)),
+        {"temperature": 1.0, "top_p": 5e-324},
+        {"temperature": 1e-300, "top_p": 0.5, "min_p": 1.0, "repetition_penalty": 1e-6},
+    ],
+)
+def test_no_value_in_range_makes_sound_logits_look_broken(settings: dict[str, float]) -> None:
+    sampler = Sampler(Sampling(**settings, seed=1))
+    sampler.saw(range(3))
+    for logits in (torch.tensor([0.0, 1e4, -1e4, 3.0]), torch.zeros(300)):
+        assert 0 <= sampler(logits) < len(logits)
 
 
 def test_masked_tokens_are_allowed() -> None:
