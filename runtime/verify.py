@@ -14,7 +14,7 @@ from ..errors import AdaptError
 from .bundle import ADAPTERS, BACKBONE, JUNCTIONS, RIVER, Bundle, check_is_bundle
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
 from .progress import Reporter
-from .store import TensorStore
+from .store import ShardedStore, TensorStore
 from .tensors import Expected, differences
 
 SelfCheck = Callable[[Bundle], Sequence[str]]
@@ -124,7 +124,10 @@ def _opened(
             expected = bundle.expected(stem)
             if expected:
                 store = bundle.stored(stem)
-                problems += _tensors(part, store, expected) or _index(bundle, stem, part)
+                found = _tensors(part, store, expected) or _index(bundle, stem, part)
+                if stem != BACKBONE and not found:  # the self-check runs all of the backbone, not every exit layer
+                    found = list(_not_finite(store))
+                problems += found
                 tensors += len(store.names())
         if self_check is not None and not problems:
             part = "self-check"
@@ -146,6 +149,15 @@ def _referred(bundle: Bundle, reporter: Reporter) -> Iterator[Problem]:
 def _tensors(part: str, store: TensorStore, expected: Expected) -> list[Problem]:
     foreign = [Problem(part, f"{name} does not belong here") for name in sorted(set(store.names()) - expected.keys())]
     return [*foreign, *(Problem(part, f"{name} {what}") for name, what in differences(store, expected))]
+
+
+def _not_finite(store: ShardedStore) -> Iterator[Problem]:
+    """Scales, classifiers and the like that no computation could have meant, one tensor in memory at a time."""
+    for name in sorted(store.names()):
+        if store.info(name).dtype.is_floating_point:
+            if not bool(store.read(name).isfinite().all()):
+                yield Problem(store.file_of(name), f"tensor {name} holds numbers that are not finite")
+            store.release(name)
 
 
 def _index(bundle: Bundle, stem: str, part: str) -> list[Problem]:

@@ -96,6 +96,21 @@ def test_a_tensor_of_another_dtype(copy: Path) -> None:
     assert ("river", f"{name} is float32, not float16") in whats(verify(copy, reporter=QUIET))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite(copy: Path, value: float) -> None:
+    """With a matching sha256, and in a layer that the self-check may never reach."""
+    name, other = (f"model.layers.{layer}.mlp.up_proj.scales" for layer in (1, 3))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, 0] = tensors[other][-1, -1] = value
+
+    edit(copy, change)
+    called: list[int] = []
+    verdict = verify(copy, reporter=QUIET, self_check=lambda _: called.append(1) or [])
+    assert whats(verdict) == [(RIVER, f"tensor {each} holds numbers that are not finite") for each in (name, other)]
+    assert not called
+
+
 def test_the_backbone_is_looked_at_too(copy: Path) -> None:
     index = json.loads((copy / "model.safetensors.index.json").read_text(encoding="utf-8"))
     norm = "model.norm.weight"
