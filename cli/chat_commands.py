@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from . import services
 from .generation import Choices, report
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ def _system(chat: Chat, argument: str) -> Iterator[str]:
 
 def _set(chat: Chat, argument: str) -> Iterator[str]:
     if argument:
-        chat.choices = chat.choices.set(argument)
+        choices = chat.choices.set(argument)
+        services.generation_options(choices)  # refuse impossible values here, not at the next turn, if there is one
+        chat.choices = choices
     else:
         yield from chat.choices.lines()
 

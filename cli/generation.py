@@ -61,6 +61,13 @@ def _shown(value: object) -> str:
             return str(value)
 
 
+def _count_or_none(text: str) -> int | None:
+    number = _integer_or_none(text)
+    if number is not None and number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _integer_or_none(text: str) -> int | None:
     return None if text.lower() in {"", "none"} else int(text)
 
@@ -90,7 +97,7 @@ _ALIASES = {
     "repeat_penalty": "repetition_penalty",
 }
 _READERS = {
-    "max_tokens": _integer_or_none,
+    "max_tokens": _count_or_none,
     "temperature": float,
     "top_p": float,
     "top_k": int,

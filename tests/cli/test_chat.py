@@ -9,11 +9,13 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from adapt_llm.cli import services
 from adapt_llm.cli.chat_commands import is_command
 from adapt_llm.cli.chat_input import read_turn
 from adapt_llm.cli.generation import Choices
 from adapt_llm.errors import UsageError
 
+REAL_OPTIONS = services.generation_options
 Invoke = Callable[..., tuple[int, str, str]]
 
 
@@ -118,6 +120,27 @@ def test_a_script_stops_at_an_error(adapt: Invoke, script: str, code: int, line:
     assert err.count("\n") == 1
     if line is not None:
         assert err == f"adapt: error: {line}\n"
+
+
+@pytest.mark.parametrize("before", ["", "hi\n"])
+@pytest.mark.parametrize("after", ["", "hi\n"])
+@pytest.mark.parametrize(
+    "setting",
+    ["temperature=nan", "temperature=-1", "top_p=5", "top_k=-1", "min_p=inf", "repeat_penalty=0", "max_tokens=0"],
+)
+def test_an_impossible_setting_is_refused_where_it_stands(
+    adapt: Invoke, monkeypatch: pytest.MonkeyPatch, setting: str, before: str, after: str
+) -> None:
+    """A script's error is one whether or not a turn follows it."""
+    fake = services.generation_options
+
+    def checked(choices: Choices, *, row: int = 0) -> object:
+        REAL_OPTIONS(choices, row=row)
+        return fake(choices, row=row)
+
+    monkeypatch.setattr(services, "generation_options", checked)
+    code, out, err = adapt("chat", "b", stdin=f"{before}/set {setting}\n{after}")
+    assert (code, out, err.count("\n")) == (2, "[1] hi \n" if before else "", 1)
 
 
 def test_a_space_makes_it_a_prompt(adapt: Invoke) -> None:
