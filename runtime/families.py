@@ -107,6 +107,8 @@ FAMILIES: Mapping[str, Family] = {
         "nope", _BIAS, _BIAS, "mlp_bias", theta=2e6, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
     ),
 }
+# Computed with as they come; null is as good as absent. (Null for sliding_window or a softcap means: without.)
+_NEVER_NULL = ("sliding_window_pattern", "max_window_layers", "query_pre_attn_scalar", "no_rope_layer_interval")
 # Models with other towers, whose decoder is described under text_config.
 COMPOSITES = ("gemma3", "mistral3")
 
@@ -169,7 +171,8 @@ def _select(config: Config) -> tuple[dict[str, Any], str, Family]:
         raise UnsupportedError(f"Model family {name!r} is not supported", f"Known: {', '.join(FAMILIES)}.")
     check_types(config)
     family = FAMILIES[name]
-    return {**family.defaults, **config}, name, family
+    stated = {key: value for key, value in config.items() if value is not None or key not in _NEVER_NULL}
+    return {**family.defaults, **stated}, name, family
 
 
 def _refuse_unknown_maths(config: Config) -> None:
