@@ -11,6 +11,7 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..runtime.architecture import Architecture
+from ..runtime.bundle import check_links
 from ..runtime.manifest import MANIFEST_NAME
 from ..runtime.progress import Reporter, SilentReporter
 from ..runtime.store import TensorStore, check_tensors
@@ -97,11 +98,13 @@ def open_gptq(
 def local_path(source: str) -> Path | None:
     """The path that `source` names; None if it can only be a Hub id.
 
-    What exists is a path. What looks like one and does not exist is a `UsageError`, not something to ask the Hub for.
+    What exists is a path. What looks like one and does not exist is a `UsageError`, not something to ask the Hub for;
+    so is a broken link.
     """
     path = Path(source).expanduser()
     if source and path.exists():
         return path
+    check_links(path)
     looks_local = source.startswith((".", "/", "~", "\\")) or source.lower().endswith((".gguf", "/", ".safetensors"))
     if not source or looks_local or source.count("/") > 1 or "\\" in source:
         hint = "Give a directory, a .gguf file, or a Hub id such as org/name."

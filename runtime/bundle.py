@@ -4,7 +4,6 @@ Opening reads the manifest and config.json and compares file sizes; tensors are 
 memory-mapped. Importing this module does not import torch. Knows no methods' maths.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import AccessError, FormatError, UsageError
+from .json_text import parse_json
 from .manifest import MANIFEST_NAME, REPAIR, FileRecord, Manifest, read_manifest
 from .methods import Nvium, Rcla, River, TwoDee
 from .progress import Reporter
@@ -204,10 +204,18 @@ class Bundle:
         )
 
 
+def check_links(path: Path) -> None:
+    """Raise UsageError naming the link, where a path is or goes through one that leads nowhere, or to itself."""
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink() and not part.exists():
+            raise UsageError(f"{part} is a broken link, to {part.readlink()}", "Give the path of what it should be.")
+
+
 def check_is_bundle(path: Path) -> None:
     """Raise UsageError, saying what the path is, when it is no bundle."""
     if (path / MANIFEST_NAME).is_file():
         return
+    check_links(path)
     first = f"Make a bundle of it first: `adapt convert {path} --method river`."
     if (path / "config.json").is_file():
         raise UsageError(
@@ -235,8 +243,8 @@ def check_size(path: Path, record: FileRecord) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read: {error}", REPAIR) from error
     if not isinstance(data, dict):
         raise FormatError(f"{path} is not a JSON object", REPAIR)

@@ -123,6 +123,14 @@ def test_the_manifest_needs_no_torch(built: Path) -> None:
     assert done.stdout.strip() == "example/tiny"
 
 
+@pytest.mark.parametrize("name", ["loop", "dangling", "loop/inside", "dangling/inside"])
+def test_a_broken_link_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("gone")
+    with pytest.raises(UsageError, match=rf"{name.removesuffix('/inside')} is a broken link, to (loop|gone)"):
+        Bundle.open(tmp_path / name)
+
+
 def test_config_that_is_no_object(copy: Path) -> None:
     size = (copy / "config.json").stat().st_size
     (copy / "config.json").write_text(json.dumps("x" * (size - 2)), encoding="utf-8")
