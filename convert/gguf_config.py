@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormatError, UnsupportedError
-from .gguf_names import NAMINGS
+from ..runtime.layers import MOST_LAYERS
+from .gguf_metadata import FETCH_AGAIN, Metadata
 from .gguf_reader import GgufFile
 
 Config = dict[str, Any]
@@ -31,39 +32,6 @@ _CLASSES = {
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def architecture_of(file: GgufFile) -> str:
-    """GGUF's name of the architecture; `UnsupportedError` if it is none of those in `gguf_names`."""
-    name = file.metadata.get("general.architecture", "none")
-    if name not in NAMINGS:
-        hint = f"Supported: {', '.join(sorted(NAMINGS))}."
-        raise UnsupportedError(f"{file.path.name} holds a model of architecture '{name}'", hint)
-    return name
-
-
-class Metadata:
-    """Metadata keys of one architecture, with the shortest decimal for what was rounded to float32."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.architecture = architecture_of(file)
-
-    def get(self, key: str, default: object = None) -> Any:  # noqa: ANN401 - typed by the file
-        """The value of `<architecture>.<key>`."""
-        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def need(self, key: str) -> Any:  # noqa: ANN401 - typed by the file
-        """As `get`; a missing key is a `FormatError`."""
-        value = self.get(key)
-        if value is None:
-            raise FormatError(f"{self.file.path.name} lacks the key {self.architecture}.{key}", "Convert it again")
-        return value
-
-    def has(self, tensor: str) -> bool:
-        """Whether the file holds this tensor."""
-        return tensor in self.file.tensors
-
-
 def hf_config(file: GgufFile, *, tied: bool) -> Config:
     """The config.json of the model in `file`.
 
@@ -73,39 +41,32 @@ def hf_config(file: GgufFile, *, tied: bool) -> Config:
     model_type, class_name = _CLASSES[data.architecture]
     config = {"architectures": [class_name], "model_type": model_type, **_geometry(data)}
     config |= _FAMILIES.get(data.architecture, _no_extras)(data, config)
-    config |= {"rope_theta": data.get("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(data, config)}
+    config |= {"rope_theta": data.positive("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(data, config)}
     config |= _special_ids(file.metadata)
     return {**config, "tie_word_embeddings": tied, "torch_dtype": "bfloat16", "use_cache": True}
-
-
-def _one(value: int | list[int], key: str) -> int:
-    """Per-layer lists with one value only; pruned models have several, and no place here."""
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise UnsupportedError(f"{key} differs from layer to layer", "Only models of equal layers are supported")
-        return value[0]
-    return value
 
 
 def _geometry(data: Metadata) -> Config:
     if data.get("expert_count", 0):
         raise UnsupportedError(f"{data.file.path.name} is a mixture of experts", "Only dense models are supported")
-    heads = _one(data.need("attention.head_count"), "attention.head_count")
-    hidden = data.need("embedding_length")
+    heads, hidden, layers = (data.size(key) for key in ("attention.head_count", "embedding_length", "block_count"))
+    if layers > MOST_LAYERS or heads > hidden:
+        what = f"{data.file.path.name} claims {layers} layers of {heads} heads for an embedding_length of {hidden}"
+        raise FormatError(what, FETCH_AGAIN)
     vocabulary = data.file.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise FormatError(f"{data.file.path.name} lacks tensor token_embd.weight", "Fetch the file again")
     return {
         "vocab_size": vocabulary.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": _one(data.need("feed_forward_length"), "feed_forward_length"),
-        "num_hidden_layers": data.need("block_count"),
+        "intermediate_size": data.size("feed_forward_length"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": _one(data.get("attention.head_count_kv", heads), "attention.head_count_kv"),
-        "head_dim": data.get("attention.key_length", hidden // heads),
+        "num_key_value_heads": data.size("attention.head_count_kv", heads),
+        "head_dim": data.size("attention.key_length", hidden // heads),
         "hidden_act": "silu",
-        "max_position_embeddings": data.need("context_length"),
-        "rms_norm_eps": data.need("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": data.size("context_length"),
+        "rms_norm_eps": data.positive("attention.layer_norm_rms_epsilon"),
     }
 
 
@@ -174,18 +135,18 @@ def _gemma2(data: Metadata, config: Config) -> Config:
 
 
 def _gemma3(data: Metadata, config: Config) -> Config:
-    pattern = data.get("attention.sliding_window_pattern", 6)
+    pattern = data.size("attention.sliding_window_pattern", 6)
     return {
         **_gemma(data, config, layers_of_27b=62),
-        "rope_local_base_freq": data.get("rope.freq_base_swa", 10000.0),
+        "rope_local_base_freq": data.positive("rope.freq_base_swa", 10000.0),
         "layer_types": _layer_types(config["num_hidden_layers"], pattern),
         "sliding_window_pattern": pattern,
     }
 
 
 def _phi3(data: Metadata, config: Config) -> Config:
-    rotated = data.get("rope.dimension_count", config["head_dim"])
-    original = data.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+    rotated = data.size("rope.dimension_count", config["head_dim"])
+    original = data.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     return {
         "sliding_window": data.get("attention.sliding_window") or None,
         "original_max_position_embeddings": original,
@@ -228,7 +189,7 @@ def _yarn(data: Metadata, factor: float) -> Config:
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": data.need("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": data.size("rope.scaling.original_context_length"),
     }
     for name in ("beta_fast", "beta_slow"):
         value = data.get(f"rope.scaling.yarn_{name}")
@@ -238,6 +199,8 @@ def _yarn(data: Metadata, factor: float) -> Config:
 
 
 def _factors(data: Metadata, tensor: str) -> list[float]:
+    if not data.has(tensor):
+        raise FormatError(f"{data.file.path.name} lacks tensor {tensor}", FETCH_AGAIN)
     values = data.file.rows(tensor, np.array([0])).ravel()
     return [float(str(value)) for value in values]
 
@@ -266,8 +229,9 @@ def _llama3(data: Metadata, config: Config) -> Config:
     stored = np.array(_factors(data, "rope_freqs.weight"))
     # The slowest frequency is divided by the whole factor.
     factor = round(float(stored.max()), 3)
-    expected = llama3_factors(data.get("rope.freq_base", 10000.0), config["head_dim"], factor)
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+    sound = np.isfinite(stored).all() and factor > 0
+    expected = llama3_factors(data.positive("rope.freq_base", 10000.0), config["head_dim"], factor if sound else 1.0)
+    if not sound or stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
         raise UnsupportedError(
             "rope_freqs.weight does not follow the llama3 rule (low 1, high 4, original length 8192)",
             "Convert from the original checkpoint instead of its GGUF file",

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -236,11 +237,11 @@ def open_gguf(path: Path) -> GgufFile:
         raise UnsupportedError(
             f"{path.name} is one part of a split file", "Join the parts with `llama-gguf-split --merge`."
         )
-    return GgufFile(path, metadata, _placed(path, infos, start))
+    return GgufFile(path, metadata, _placed(path, infos, start, alignment))
 
 
-def _placed(path: Path, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
-    """The tensors by name, with offsets from the start of the file, all of them inside it."""
+def _placed(path: Path, infos: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
+    """The tensors by name, with offsets from the start of the file: aligned, inside it, and apart from each other."""
     size = path.stat().st_size
     placed = {}
     for info in infos:
@@ -249,5 +250,12 @@ def _placed(path: Path, infos: list[GgufTensor], start: int) -> dict[str, GgufTe
             raise FormatError(f"{path.name} is truncated: tensor {info.name} lies beyond its end", _FETCH_AGAIN)
         if info.name in placed:
             raise FormatError(f"{path.name} is damaged: it holds tensor {info.name} twice", _FETCH_AGAIN)
+        if info.offset % alignment:
+            what = f"tensor {info.name} is not aligned to {alignment} bytes"
+            raise FormatError(f"{path.name} is damaged: {what}", _FETCH_AGAIN)
         placed[info.name] = tensor
+    for one, other in pairwise(sorted(placed.values(), key=lambda tensor: tensor.offset)):
+        if one.offset + one.nbytes > other.offset:
+            what = f"tensors {one.name} and {other.name} share bytes"
+            raise FormatError(f"{path.name} is damaged: {what}", _FETCH_AGAIN)
     return placed

@@ -18,7 +18,8 @@ from ..runtime.architecture import architecture_of as geometry_of
 from ..runtime.progress import Reporter
 from ..runtime.store import TensorInfo
 from . import gguf_tokenizer
-from .gguf_config import architecture_of, hf_config
+from .gguf_config import hf_config
+from .gguf_metadata import architecture_of
 from .gguf_names import hf_names, undo_for
 from .gguf_reader import GgufFile, open_gguf
 from .source_directory import check_config

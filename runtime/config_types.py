@@ -28,7 +28,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _is_positive(value: object) -> bool:
+def is_positive(value: object) -> TypeGuard[float]:
+    """Whether a value is a positive finite number."""
     return isinstance(value, int | float) and _is_number(value) and value > 0
 
 
@@ -48,12 +49,12 @@ Kind = tuple[str, Callable[[object], bool]]
 SIZE: Kind = ("a positive whole number", is_size)
 COUNT: Kind = ("a whole number from 0 on", _is_count)
 NUMBER: Kind = ("a number", _is_number)
-POSITIVE: Kind = ("a positive number", _is_positive)
+POSITIVE: Kind = ("a positive number", is_positive)
 FLAG: Kind = ("true or false", _is_flag)
 TEXT: Kind = ("a name", _is_text)
 TEXTS: Kind = ("a list of names", lambda value: _all(value, _is_text))
 FLAGS: Kind = ("a list of 0 and 1", lambda value: _all(value, _is_flag))
-FACTORS: Kind = ("a list of positive numbers", lambda value: _all(value, _is_positive))
+FACTORS: Kind = ("a list of positive numbers", lambda value: _all(value, is_positive))
 TABLE: Kind = ("a table", lambda value: isinstance(value, Mapping))
 
 FIELDS: Mapping[str, Kind] = {
@@ -107,7 +108,7 @@ def check_types(config: Mapping[str, Any]) -> None:
     """Raise FormatError naming the first field whose value is of another kind; null is as good as absent."""
     for where, value, (kind, is_kind) in _found(config):
         if value is not None and not is_kind(value):
-            raise FormatError(f"config.json has {where} = {_shown(value)}, not {kind}", REMEDY)
+            raise FormatError(f"config.json has {where} = {shown(value)}, not {kind}", REMEDY)
 
 
 def _found(config: Mapping[str, Any]) -> Iterator[tuple[str, object, Kind]]:
@@ -127,6 +128,7 @@ def _rope(where: str, parameters: object) -> Iterator[tuple[str, object, Kind]]:
             yield from _rope(f"{where}.{name}", parameters[name])
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as a message has it: no longer than a line can take."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

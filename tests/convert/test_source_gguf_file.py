@@ -170,6 +170,42 @@ def test_a_type_that_cannot_be_dequantised_is_named(tmp_path: Path, kind: Type, 
         open_gguf(path)
 
 
+def two(path: Path, offsets: tuple[int, int]) -> Path:
+    """Two tensors of 512 bytes, said to begin at these places."""
+
+    def fill(writer: GGUFWriter) -> None:
+        for name in ("a.weight", "b.weight"):
+            writer.add_tensor(name, np.ones((4, 32), dtype=np.float32))
+
+    content = bytearray(write(path, fill).read_bytes())
+    for name, offset in zip((b"a.weight", b"b.weight"), offsets, strict=True):
+        place = content.index(name) + len(name) + 4 + 2 * 8 + 4
+        content[place : place + 8] = struct.pack("<Q", offset)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("offsets", [(0, 512), (512, 0)])
+def test_tensors_may_lie_in_any_order(tmp_path: Path, offsets: tuple[int, int]) -> None:
+    file = open_gguf(two(tmp_path / "m.gguf", offsets))
+    assert all(file.read(name).eq(1).all() for name in ("a.weight", "b.weight"))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ((0, 0), "tensors a.weight and b.weight share bytes"),
+        ((0, 480), "tensors a.weight and b.weight share bytes"),
+        ((32, 0), "tensors b.weight and a.weight share bytes"),
+        ((0, 511), "tensor b.weight is not aligned to 32 bytes"),
+        ((4, 512), "tensor a.weight is not aligned to 32 bytes"),
+    ],
+)
+def test_tensors_that_lie_where_they_cannot(tmp_path: Path, offsets: tuple[int, int], message: str) -> None:
+    with pytest.raises(FormatError, match=rf"m\.gguf is damaged: {message}.*again"):
+        open_gguf(two(tmp_path / "m.gguf", offsets))
+
+
 @pytest.mark.parametrize("rows", [0, 2**63, 2**64 - 1])
 def test_sizes_beyond_reason_are_damage(tmp_path: Path, rows: int) -> None:
     path = small(tmp_path / "m.gguf")

@@ -3,6 +3,8 @@
 The names come from the `gguf` package's own table, so the mapping under test has an independent counterpart.
 """
 
+import contextlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.gguf_writer import GGUFValue
 from gguf.quants import quantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from adapt_llm.convert.gguf_config import llama3_factors
 from adapt_llm.convert.source_gguf import GgufSource
-from adapt_llm.errors import FormatError, UnsupportedError
+from adapt_llm.errors import AdaptError, FormatError, UnsupportedError
 from adapt_llm.runtime.architecture import Architecture
 from adapt_llm.runtime.progress import SilentReporter
 
@@ -259,11 +262,15 @@ def test_two_matrices_that_differ_stay_two(tmp_path: Path, head_type: GGMLQuanti
     assert source.reporter.said == []
 
 
-def _broken(path: Path, *, drop: str = "", **extra: np.ndarray) -> Path:
-    """A llama file without one metadata key, or with more tensors."""
+def _broken(
+    path: Path, *, drop: str = "", arch: str = "llama", put: Mapping[str, object] | None = None, **extra: np.ndarray
+) -> Path:
+    """A file without one metadata key, with others than it should have, or with more tensors."""
     model = tiny_model("llama", {})
-    writer = GGUFWriter(path, "llama")
-    add_metadata(writer, "llama", model.config, {})
+    writer = GGUFWriter(path, arch)
+    add_metadata(writer, arch, model.config, {"sliding_window": 16} if arch.startswith("gemma") else {})
+    for key, value in (put or {}).items():
+        writer.kv_data[0][f"{arch}.{key}"] = GGUFValue(value, _kind(value))
     for shard in writer.kv_data:
         shard.pop(drop, None)
     writer.add_tensor("token_embd.weight", np.zeros((96, 64), dtype=np.float32))
@@ -276,6 +283,79 @@ def _broken(path: Path, *, drop: str = "", **extra: np.ndarray) -> Path:
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
     path = _broken(tmp_path / "m.gguf", drop="llama.attention.head_count")
     with pytest.raises(FormatError, match=r"lacks the key llama\.attention\.head_count"):
+        GgufSource(path, SilentReporter())
+
+
+def _kind(value: object) -> GGUFValueType:
+    """As the writer tells it, but for numbers that its 32 bits cannot hold."""
+    plain = GGUFValueType.get_type(value)
+    return {GGUFValueType.INT32: GGUFValueType.INT64, GGUFValueType.FLOAT32: GGUFValueType.FLOAT64}.get(plain, plain)
+
+
+COUNTS = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "context_length",
+)
+NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
+NO_NUMBERS = (0.0, -1.0, math.nan, math.inf, 1e300, "x", [1.0, 2.0])
+
+
+@pytest.mark.parametrize("value", [0, -1, 1 << 40, 2.5, "4", True, [0, 0]], ids=str)
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_count_that_cannot_be_is_named(tmp_path: Path, key: str, value: object) -> None:
+    path = _broken(tmp_path / "m.gguf", put={key: value})
+    with pytest.raises(FormatError, match=rf"m\.gguf has llama\.{key} = .*, not a positive whole number") as caught:
+        GgufSource(path, SilentReporter())
+    assert caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=str)
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_that_cannot_be_is_named(tmp_path: Path, key: str, value: object) -> None:
+    path = _broken(tmp_path / "m.gguf", put={key: value})
+    with pytest.raises(FormatError, match=rf"m\.gguf has llama\.{key} = .*, not a positive number"):
+        GgufSource(path, SilentReporter())
+
+
+@pytest.mark.parametrize("put", [{"block_count": 1001}, {"attention.head_count": 65}, {"embedding_length": 1}], ids=str)
+def test_counts_that_no_model_has(tmp_path: Path, put: dict[str, object]) -> None:
+    with pytest.raises(FormatError, match=r"m\.gguf claims \d+ layers of \d+ heads for an embedding_length of \d+"):
+        GgufSource(_broken(tmp_path / "m.gguf", put=put), SilentReporter())
+
+
+@pytest.mark.parametrize("value", [0, -1, 1 << 40, "x", [True, False], 1e300], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "key"),
+    [
+        ("gemma3", "attention.sliding_window_pattern"),
+        ("gemma3", "attention.sliding_window"),
+        ("gemma3", "rope.freq_base_swa"),
+        ("gemma3", "final_logit_softcapping"),
+        ("phi3", "attention.key_length"),
+        ("phi3", "rope.dimension_count"),
+        ("phi3", "rope.scaling.original_context_length"),
+        ("smollm3", "block_count"),
+        ("llama", "rope.scaling.factor"),
+        ("llama", "rope.dimension_count"),
+    ],
+)
+def test_any_value_of_a_family_comes_to_one_line(tmp_path: Path, arch: str, key: str, value: object) -> None:
+    path = _broken(tmp_path / "m.gguf", arch=arch, put={key: value})
+    with contextlib.suppress(AdaptError):
+        GgufSource(path, SilentReporter())
+
+
+@pytest.mark.parametrize("values", [[0.0] * 8, [math.inf] * 8, [math.nan] * 8, [-1.0] * 8], ids=str)
+@pytest.mark.parametrize("name", ["rope_freqs__weight", "rope_factors_long__weight"])
+def test_rope_factors_that_cannot_be(tmp_path: Path, name: str, values: list[float]) -> None:
+    path = _broken(tmp_path / "m.gguf", **{name: np.array(values, dtype=np.float32)})
+    with pytest.raises(AdaptError, match=r"rope_freqs\.weight|lacks tensor rope_factors_short\.weight"):
         GgufSource(path, SilentReporter())
 
 
