@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ..errors import FormatError, UsageError
+from ..runtime.json_text import parse_json
 from ..runtime.rows import Row
 
 FORMS = ("text", "jsonl", "csv", "tsv")
@@ -106,7 +107,7 @@ class JsonLines:
 
 def _json_object(line: bytes) -> Mapping[str, object]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UsageError
+from ..runtime.json_text import parse_json
 from .writing import write_whole
 
 Settings = Mapping[str, object]
@@ -56,7 +57,7 @@ def manifest_digest(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from ..runtime.json_text import parse_json
 from ..runtime.safetensors_file import SafetensorsFile
 from .stream import HashingFile, of_tensor, write_safetensors
 from .workspace import disk_errors, sync_folder, whole_file
@@ -60,9 +61,11 @@ def load(folder: Path) -> Checkpoint | None:
         return None
     path = found[-1]
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = parse_json((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} is damaged", "Remove it to start again.") from error
+    if not isinstance(state, dict):
+        raise FormatError(f"{path} is damaged", "Remove it to start again.")
     file = SafetensorsFile(path / "tensors.safetensors")
     tensors: dict[str, dict[str, Tensor]] = {}
     for key in file.names():

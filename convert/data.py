@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..runtime.json_text import parse_json
 from ..runtime.method_settings import TextUsed
 from ..runtime.progress import Reporter
 from ..runtime.rows import input_form, read_rows
@@ -244,5 +245,10 @@ def _digest(path: Path) -> str:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
+    """What was tokenised before; nothing where the record is not there, or damaged: it is made again."""
     path = folder / "data.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        record: object = parse_json(path.read_bytes()) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -5,14 +5,14 @@ Knows the files' names and what may not be read (pickles, remote code, quantised
 
 import hashlib
 import importlib
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, UnsupportedError
 from ..runtime.architecture import Architecture, architecture_of
-from ..runtime.store import TensorStore, open_safetensors, text_backbone
+from ..runtime.json_text import parse_json
+from ..runtime.store import TensorStore, open_safetensors, text_backbone, weight_map
 from .source_identity import SourceIdentity, fingerprint, index_sha256
 
 INDEX = "model.safetensors.index.json"
@@ -47,8 +47,7 @@ def is_licence(name: str) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises `FormatError` for anything else, saying so when it is a git-lfs pointer."""
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         if path.read_bytes().startswith(b"version https://git-lfs"):
             hint = "Run `git lfs pull` in its folder."
@@ -96,8 +95,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files that hold the model, by the rules of `open_safetensors`; missing ones are left out."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
-        weights = read_json(index).get("weight_map", {})
-        shards = sorted(set(weights.values())) if isinstance(weights, dict) else []
+        shards = sorted(set(weight_map(read_json(index), index.name).values()))
         return tuple(folder / shard for shard in shards if (folder / shard).is_file())
     return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*-of-*.safetensors")))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
-from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub import HfApi, constants, hf_hub_download, logging
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -29,6 +29,7 @@ from huggingface_hub.errors import HTTPError as TransportError  # pyright: ignor
 
 from ..errors import AccessError, AdaptError, FormatError, ResourceError, UsageError
 from ..runtime.progress import Reporter, Task
+from ..runtime.store import weight_map
 from .source_directory import INDEX, SINGLE, SLOW_TOKENIZERS, TEXT_NAMES, is_licence, read_json, refuse_pickles
 
 _TEXTS = frozenset({*TEXT_NAMES, *SLOW_TOKENIZERS, "merges.txt", "generation_config.json", "quantize_config.json"})
@@ -64,6 +65,7 @@ def fetch(model: HubModel, check: Callable[[dict[str, Any]], None], reporter: Re
     connection that breaks is taken up where it broke. Raises `AccessError` (no right, no such model, offline),
     `UnsupportedError` (pickles only, or what `check` raises), `FormatError` (incomplete), `ResourceError` (disk).
     """
+    logging.set_verbosity_error()  # it warns of every retry; how it ends is told in one line, by `_explained`
     config = _config_path(model)
     folder, commit = config.parent, config.parent.name
     check(read_json(config))
@@ -178,7 +180,7 @@ def _wanted(model: HubModel, sizes: Mapping[str, int], read_index: Callable[[], 
     texts = {name for name in sizes if name in _TEXTS or is_licence(name)}
     weights = {SINGLE}
     if INDEX in sizes:
-        weights = {str(shard) for shard in read_index().get("weight_map", {}).values()}
+        weights = set(weight_map(read_index(), INDEX).values())
         texts.add(INDEX)
     elif SINGLE not in sizes:
         # GPTQ checkpoints use other names; of several files nobody knows which one is meant.
@@ -224,7 +226,7 @@ def _download_all(model: HubModel, wanted: Mapping[str, int], reporter: Reporter
 def _check_cached(model: HubModel, folder: Path) -> None:
     """Whether a cached snapshot has all its weights; the Hub cannot be asked."""
     index = folder / INDEX
-    weights = {str(shard) for shard in read_json(index).get("weight_map", {}).values()} if index.exists() else {SINGLE}
+    weights = set(weight_map(read_json(index), INDEX).values()) if index.exists() else {SINGLE}
     absent = sorted(name for name in weights if not (folder / name).exists())
     if absent and (index.exists() or not list(folder.glob("*.safetensors"))):
         hint = "Run once online: what is there already is kept."

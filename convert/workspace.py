@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from ..errors import FormatError, ResourceError, UsageError
+from ..runtime.json_text import parse_json
 from ..runtime.manifest import FileRecord
 from .differences import differences
 from .lock import FolderLock
@@ -100,6 +101,14 @@ def work_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.adapt-work")
 
 
+def _read_own(path: Path) -> Any:  # noqa: ANN401 - any JSON
+    """A JSON file of the work folder. Raises FormatError where it is damaged: `whole_file` never leaves a part."""
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise FormatError(f"{path} is damaged", "Use --no-resume to start afresh.") from error
+
+
 class Workspace:
     """One process's hold on the work folder of `output`. A context manager: leaving it lets go, and keeps the work.
 
@@ -157,12 +166,12 @@ class Workspace:
 
     def _prepare(self, fingerprint: dict[str, Any], *, force: bool, resume: bool | None) -> None:
         state = self.folder / "state.json"
-        old = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else None
+        old = _read_own(state) if state.is_file() and resume is not False else None
         if resume is True and old is None:
             raise UsageError(f"There is no unfinished work on {self.output}", "Leave out --resume to start.")
-        if old is not None and old != fingerprint and resume is not False and (resume or self._holds_work()):
+        if old is not None and old != fingerprint and (resume or self._holds_work()):
             self._refuse_other_work(old, fingerprint, force=force, resume=resume)
-        self.resumed = old == fingerprint and resume is not False
+        self.resumed = old == fingerprint
         if not self.resumed:
             self._clear()
         for folder in (self._pieces, self._records, self.bundle):
@@ -223,7 +232,7 @@ class Workspace:
 
     def read_note(self, piece: str) -> Any:  # noqa: ANN401 - any JSON
         """What `write_note` wrote."""
-        return json.loads(self.piece(piece).read_text(encoding="utf-8"))
+        return _read_own(self.piece(piece))
 
     # -- the output ------------------------------------------------------------------------------------------------
 

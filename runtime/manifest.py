@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from ..errors import FormatError, UnsupportedError
+from .json_text import parse_json
 from .method_settings import MethodSettings, Sha256
 from .methods import METHODS
 from .progress import Reporter
@@ -218,8 +219,8 @@ def loads(text: str, *, reporter: Reporter | None = None) -> Manifest:
     Raises FormatError (damaged), UnsupportedError (made by a newer adapt). Warns of optional features not known here.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise FormatError(f"{MANIFEST_NAME} is not JSON: {error}", REPAIR) from error
     if not isinstance(data, dict):
         raise FormatError(f"{MANIFEST_NAME} is not a JSON object", REPAIR)

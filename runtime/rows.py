@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from ..errors import FormatError, UsageError
+from .json_text import parse_json
 from .row_content import CONTENT_KEYS, Content, Wanted, content_problem, has_surrogate
 
 STDIN = "-"
@@ -208,8 +209,8 @@ def _json_row(line: bytes, wanted: Wanted) -> Row:
     data = _strip_ending(line)
     key = digest(data)
     try:
-        value: object = json.loads(_decode(data), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
+        value: object = parse_json(_decode(data), constant=_no_number)
+    except ValueError as error:
         problem = str(error) if not isinstance(error, json.JSONDecodeError) else f"not JSON: {error}"
         return Row(0, key, error=problem)
     if isinstance(value, str):

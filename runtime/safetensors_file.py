@@ -3,12 +3,11 @@
 Reads the header itself, to say exactly what is wrong with a damaged file. Knows no other files.
 """
 
-import json
 import mmap
 import operator
 import struct
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from .json_text import parse_json
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _DAMAGED = "Download it again; of a bundle: convert again, or fetch the bundle again."
@@ -63,7 +63,7 @@ class SafetensorsFile:
         self._start, header = read_header(path)
         self._entries = {name: _entry(path, name, item) for name, item in header.items() if name != "__metadata__"}
         self._mapping: tuple[mmap.mmap, Tensor] | None = None
-        _check_extent(path, self._start, max((stop for _, _, stop in self._entries.values()), default=0))
+        _check_layout(path, self._start, {name: (begin, stop) for name, (_, begin, stop) in self._entries.items()})
 
     def names(self) -> Collection[str]:
         """See `TensorStore.names`."""
@@ -115,12 +115,26 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         file.seek(8)
         text = file.read(length)
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, pairs=_once_each(path))
+    except ValueError as error:
         raise FormatError(f"{path.name} is no safetensors file: its header is not JSON", remedy) from error
     if not isinstance(header, dict):
         raise FormatError(f"{path.name} is no safetensors file: its header is not a table", remedy)
     return 8 + length, header
+
+
+def _once_each(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """What makes a table of a header's pairs; two of one name are damage, since readers differ in which they take."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in made if names.count(name) > 1)
+            raise FormatError(f"{path.name} is damaged: its header has {twice} twice", _DAMAGED)
+        return made
+
+    return table
 
 
 def _map(path: Path) -> tuple[mmap.mmap, Tensor]:
@@ -147,7 +161,19 @@ def _entry(path: Path, name: str, item: Any) -> tuple[TensorInfo, int, int]:  # 
     return info, begin, stop
 
 
-def _check_extent(path: Path, start: int, end: int) -> None:
-    size = path.stat().st_size
+def _check_layout(path: Path, start: int, places: Mapping[str, tuple[int, int]]) -> None:
+    """The tensors fill the data from its first byte to its last, each byte once, as the format demands."""
+    size, end = path.stat().st_size, max((stop for _, stop in places.values()), default=0)
     if size < start + end:
         raise FormatError(f"{path.name} is cut short: {size} bytes, its header says {start + end}", _DAMAGED)
+    filled, before = 0, "its header"
+    for name, (begin, stop) in sorted(places.items(), key=operator.itemgetter(1)):
+        if begin < filled:
+            raise FormatError(f"{path.name} is damaged: {before} and {name} share bytes", _DAMAGED)
+        if begin > filled:
+            what = f"{begin - filled} bytes between {before} and {name} belong to no tensor"
+            raise FormatError(f"{path.name} is damaged: {what}", _DAMAGED)
+        filled, before = stop, name
+    if size > start + end:
+        what = f"{size - start - end} bytes behind its last tensor belong to none"
+        raise FormatError(f"{path.name} is damaged: {what}", _DAMAGED)

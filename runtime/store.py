@@ -3,7 +3,6 @@
 Says exactly what is wrong with an incomplete folder. Knows no models.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..errors import FormatError
+from .json_text import parse_json
 from .safetensors_file import DTYPES, SafetensorsFile, TensorInfo, read_header
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "open_safetensors",
     "read_header",
     "text_backbone",
+    "weight_map",
 ]
 
 
@@ -114,12 +115,16 @@ def open_safetensors(folder: Path) -> ShardedStore:
     if index.is_file():
         return _open_indexed(folder, _read_index(index))
     single = folder / "model.safetensors"
-    paths = [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
-    if not paths:
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if single.is_file():
+        if shards:  # one of the two is stale, and nothing says which
+            what = f"{folder} has both {single.name} and {shards[0].name}, and no index that says which to take"
+            raise FormatError(what, "Remove the stale one.")
+        return open_files([single])
+    if not shards:
         raise FormatError(f"{folder} has no model.safetensors", "Download the model's weights into it.")
-    if paths != [single]:
-        _check_complete(paths)
-    return open_files(paths)
+    _check_complete(shards)
+    return open_files(shards)
 
 
 def check_index(index: Path, store: ShardedStore) -> None:
@@ -145,10 +150,18 @@ def open_files(paths: Collection[Path]) -> ShardedStore:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weights = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in weights.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        index: object = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise FormatError(f"{path.name} is no index of shards", "Download it again.") from error
+    return weight_map(index, path.name)
+
+
+def weight_map(index: object, name: str) -> dict[str, str]:
+    """Tensor -> shard, as the index called `name` says. Raises FormatError for anything but a table of names."""
+    weights = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(weights, Mapping) or not all(shard and isinstance(shard, str) for shard in weights.values()):
+        raise FormatError(f"{name} is no index of shards: its weight_map does not name files", "Download it again.")
+    return dict(weights)
 
 
 def _open_indexed(folder: Path, weights: Mapping[str, str]) -> ShardedStore:
@@ -182,7 +195,8 @@ def _stored(shards: Mapping[str, SafetensorsFile]) -> Iterator[tuple[str, str]]:
 
 def _check_complete(paths: Collection[Path]) -> None:
     """Shards without an index: their names say how many there should be."""
-    expected = {int(path.stem.rsplit("-of-", 1)[1]) for path in paths if path.stem.rsplit("-of-", 1)[1].isdigit()}
+    ends = [path.stem.rsplit("-of-", 1)[1] for path in paths]
+    expected = {int(end) for end in ends if end.isascii() and end.isdecimal()}
     if expected != {len(paths)}:
         raise FormatError(f"{len(paths)} shards, their names say {max(expected, default=0)}", "Download the rest.")
 

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from ..errors import FormatError, UsageError
+from .json_text import parse_json
 from .pieces import piece_decoder
 
 END_OF_TURN = (
@@ -185,8 +186,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
         raise FormatError(f"{path} is not valid JSON: {error}", "The file may be cut; copy it again.") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} is no JSON object", "The file may be cut; copy it again.")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapt_llm.cli import run_record
 from adapt_llm.cli.rows_out import JsonLines, form_of, match, open_output, output_form
 from adapt_llm.errors import FormatError, UsageError
 from adapt_llm.runtime.rows import Row, Shard, read_rows
@@ -86,11 +87,22 @@ def test_resume_refuses_another_input(tmp_path: Path, name: str) -> None:
     assert out.read_bytes() == before
 
 
-def test_resume_refuses_a_foreign_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ['{"id": 1}', "{", "[" * 200_000], ids=["other", "cut", "deep"])
+def test_resume_refuses_a_foreign_file(tmp_path: Path, line: str) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": 1}\n', encoding="utf-8")
+    out.write_text(f"{line}\n", encoding="utf-8")
     with pytest.raises(FormatError, match="output row 1 does not come"):
         write(out, read_rows(jsonl(tmp_path, ["a"])), "jsonl", resume=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000], ids=["empty", "cut", "list", "deep"])
+def test_damaged_settings_of_a_run_are_as_none(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "out.jsonl"
+    run_record.begin(out, {"seed": 1})
+    with pytest.raises(UsageError, match="begun with seed 1, not 2"):
+        run_record.check(out, {"seed": 2})
+    run_record.place(out).write_text(text, encoding="utf-8")
+    run_record.check(out, {"seed": 2})
 
 
 def test_duplicate_rows_and_ids_are_kept_apart(tmp_path: Path) -> None:

@@ -124,6 +124,33 @@ def _config(**change: object) -> Callable[[Path], object]:
     return lambda folder: edit(folder / "config.json", lambda config: config.update(change))
 
 
+DEEP = "[" * 200_000  # json gives up with a RecursionError
+INDEX = "model.safetensors.index.json"
+
+
+def _text(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text, encoding="utf-8")
+
+
+def _index(weights: object) -> Callable[[Path], object]:
+    return _text(INDEX, json.dumps({"weight_map": weights}))
+
+
+def _one_file_more(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    save_file({"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
+
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 REFUSALS: list[tuple[str, Callable[[Path], object], type[AdaptError], str]] = [
     ("pickles", _pickles_only, UnsupportedError, r"pickles only.*safe_serialization"),
     ("pointer", _pointer, FormatError, r"config\.json is a git-lfs pointer"),
@@ -137,6 +164,20 @@ REFUSALS: list[tuple[str, Callable[[Path], object], type[AdaptError], str]] = [
     ("shape", _config(intermediate_size=64), FormatError, r"disagree about .*mlp"),
     ("layers", _config(num_hidden_layers=3), FormatError, r"lacks model\.layers\.2"),
     ("norm", _without_norm, FormatError, r"lacks model\.norm\.weight"),
+    ("deep config", _text("config.json", DEEP), FormatError, r"config\.json is not JSON"),
+    ("deep index", _text(INDEX, DEEP), FormatError, r"index\.json is not JSON"),
+    ("deep settings", _text("generation_config.json", DEEP), FormatError, r"generation_config\.json is not JSON"),
+    ("numbers for files", _index({"a": 1, "b": 2}), FormatError, r"index\.json is no index of shards"),
+    ("a list for files", _index(["a"]), FormatError, r"index\.json is no index of shards"),
+    ("lists for files", _index({"a": ["b"]}), FormatError, r"index\.json is no index of shards"),
+    ("no files", _index(None), FormatError, r"index\.json is no index of shards"),
+    ("two sets", _one_file_more, FormatError, r"both model\.safetensors and model-00001-of-.*Remove the stale"),
+    *(
+        (f"{name} {value}", _config(**{name: value}), FormatError, rf"config\.json has {name} = ")
+        for name in SIZES
+        for value in (0, -1, 1 << 40, "4", None)
+        if (name, value) not in {("rms_norm_eps", 1 << 40), ("num_key_value_heads", None)}
+    ),
 ]
 
 
@@ -157,6 +198,19 @@ def test_what_is_refused(folder: Path, change: Callable[[Path], object], error: 
 def test_a_path_that_does_not_exist_is_not_asked_for_on_the_hub(text: str, offline: None) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         open_source(text)
+
+
+@pytest.mark.parametrize("name", ["loop", "org/loop", "dangling", "loop/model", "dangling/model"])
+def test_a_broken_link_is_not_asked_for_on_the_hub(
+    name: str, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    link = tmp_path / name.removesuffix("/model")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to("nowhere" if "dangling" in name else link.name)
+    for open_one in (open_source, open_gptq):
+        with pytest.raises(UsageError, match=rf"{link.name} is a broken link, to \w+"):
+            open_one(name)
 
 
 def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

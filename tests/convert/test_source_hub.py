@@ -4,6 +4,7 @@ import errno
 import functools
 import importlib.util
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -204,6 +205,38 @@ def test_no_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(AccessError, match=r"cannot be reached for org/tiny.*network") as caught:
         open_source("org/tiny", cache_dir=tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_no_network_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What huggingface_hub says of each retry stays away from the terminal."""
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
+    )
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _seconds: None)
+    logger, said = logging.getLogger("huggingface_hub"), []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", said.append)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    huggingface_hub.logging.set_verbosity_warning()  # as the library is when it comes
+    with pytest.raises(AccessError, match="cannot be reached"):
+        open_source("org/tiny", cache_dir=tmp_path)
+    assert [record.getMessage() for record in said] == []
+
+
+@pytest.mark.parametrize("weights", [["a"], {"a": 1}, {"a": {}}, None])
+def test_an_index_that_names_no_files(hub: Hub, tmp_path: Path, weights: object) -> None:
+    good = hub.repositories["org/tiny"]["model.safetensors.index.json"]
+    bad = json.dumps({"weight_map": weights}).encode()
+    hub.repositories["org/tiny"]["model.safetensors.index.json"] = bad
+    with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json is no index of shards"):
+        open_source("org/tiny", cache_dir=tmp_path)
+    hub.repositories["org/tiny"]["model.safetensors.index.json"] = good
+    source = open_source("org/tiny", cache_dir=tmp_path / "other")
+    index = source.weight_files[0].parent / "model.safetensors.index.json"
+    index.unlink()
+    index.write_bytes(bad)
+    with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json is no index of shards"):
+        open_source("org/tiny", cache_dir=tmp_path / "other", offline=True)
 
 
 def test_a_name_that_is_no_name(hub: Hub, tmp_path: Path) -> None:

@@ -209,3 +209,11 @@ def test_without_accelerate_it_says_what_to_install(
 def test_settings_that_mean_nothing_are_refused(wrong: dict) -> None:
     with pytest.raises(UsageError):
         TrainingSettings(**{"steps": 3, "learning_rate": 1e-3, **wrong})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000])
+def test_a_checkpoint_with_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
+    folder = checkpoint.save(tmp_path, 1, {"weight": {"other": torch.zeros(2)}}, {"updates": 0})
+    (folder / "state.json").write_text(text, encoding="utf-8")
+    with pytest.raises(FormatError, match=rf"{folder.name} is damaged.*Remove it"):
+        checkpoint.load(tmp_path)

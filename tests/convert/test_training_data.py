@@ -334,6 +334,17 @@ def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "abd" in text_of(prepare(path).train)[0]
 
 
+@pytest.mark.parametrize("record", ["", "{", "[]", "[" * 200_000])
+def test_tokens_whose_record_is_damaged_are_made_again(tmp_path: Path, record: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("abc " * 20, encoding="utf-8")
+    first = prepare(path)
+    (made,) = tmp_path.rglob("data.json")
+    made.write_text(record, encoding="utf-8")
+    assert prepare(path).fingerprint == first.fingerprint
+    assert json.loads(made.read_text(encoding="utf-8"))["fingerprint"] == first.fingerprint
+
+
 def test_rows_left_out_are_counted(tmp_path: Path) -> None:
     reporter = Warnings()
     path = write_rows(

@@ -609,3 +609,19 @@ def test_the_fingerprint_sees_what_changes_bytes_and_nothing_else() -> None:
         assert ConvertRequest(source="x/y", output=Path("out"), settings=other).fingerprint() != plain.fingerprint()
     fields = {field.name for field in dataclasses.fields(RiverSettings)} - {"calibration"}
     assert set(plain.fingerprint()["river"]) == fields
+
+
+@pytest.mark.parametrize("text", ["", "{", "\ufeff", "[" * 200_000])
+def test_damaged_notes_are_named(tmp_path: Path, text: str) -> None:
+    with w.Workspace(tmp_path / "out", PRINT) as work:
+        work.write_note("kl", 1)
+        work.piece("kl").write_text(text, encoding="utf-8")
+        with pytest.raises(FormatError, match=r"pieces/kl is damaged.*--no-resume"):
+            work.read_note("kl")
+        state = work.folder / "state.json"
+    state.write_text(text, encoding="utf-8")
+    for resume in (None, True):
+        with pytest.raises(FormatError, match=r"state\.json is damaged.*--no-resume"):
+            w.Workspace(tmp_path / "out", PRINT, resume=resume)
+    with w.Workspace(tmp_path / "out", PRINT, resume=False) as work:
+        assert not work.has("kl")

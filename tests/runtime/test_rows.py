@@ -65,6 +65,12 @@ def test_jsonl_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_row_nested_too_deeply_spoils_itself_only(tmp_path: Path) -> None:
+    deep = '{"text": ' + "[" * 200_000
+    parsed = read(tmp_path, "a.jsonl", f'{deep}\n{{"text": "ok"}}\n'.encode())
+    assert [(row.content, row.error) for row in parsed] == [(None, "JSON nested too deeply"), ("ok", None)]
+
+
 def test_jsonl_content_keys(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     line = json.dumps({"text": "t", "prompt": "p", "messages": messages, "review": "r"}).encode()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from adapt_llm.errors import FormatError
 from adapt_llm.runtime.store import (
@@ -117,6 +118,35 @@ def described(**change: object) -> bytes:
     return json.dumps({"t": item}).encode()
 
 
+def laid_out(*places: tuple[str, int, int], size: int) -> bytes:
+    """A whole file of bytes (U8), each tensor where it is said to lie; a name may come twice."""
+    items = (
+        f'"{name}": {{"dtype": "U8", "shape": [{stop - begin}], "data_offsets": [{begin}, {stop}]}}'
+        for name, begin, stop in places
+    )
+    text = f"{{{', '.join(items)}}}".encode()
+    return struct.pack("<Q", len(text)) + text + bytes(size)
+
+
+LAYOUTS = {
+    "one range for two": ([("a", 0, 4), ("b", 0, 4)], 4, "damaged: a and b share bytes"),
+    "ranges that overlap": ([("b", 2, 6), ("a", 0, 4)], 6, "damaged: a and b share bytes"),
+    "an empty one inside another": ([("a", 0, 4), ("b", 2, 2)], 4, "damaged: a and b share bytes"),
+    "a hole": ([("a", 0, 4), ("b", 6, 8)], 8, "damaged: 2 bytes between a and b belong to no tensor"),
+    "a hole at the start": ([("a", 4, 8)], 8, "damaged: 4 bytes between its header and a belong to no tensor"),
+    "stray bytes": ([("a", 0, 4)], 7, "damaged: 3 bytes behind its last tensor belong to none"),
+    "nothing but stray bytes": ([], 7, "damaged: 7 bytes behind its last tensor"),
+    "a name twice": ([("a", 0, 4), ("a", 4, 8)], 8, "damaged: its header has a twice"),
+    "the same entry twice": ([("a", 0, 4), ("a", 0, 4)], 4, "damaged: its header has a twice"),
+}
+
+
+def in_layout(kind: str) -> Callable[[Path], None]:
+    places, size, _ = LAYOUTS[kind]
+    return lambda path: path.write_bytes(laid_out(*places, size=size)) and None
+
+
+DEEP = "[" * 200_000  # json gives up with a RecursionError
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "pointer": (pointer, "git-lfs pointer.*git lfs pull"),
     "cut": (lambda path: shorten(path, path.stat().st_size - 1), r"cut short: \d+ bytes, its header says \d+.*again"),
@@ -132,6 +162,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no offsets": (lambda path: header(path, b'{"t": {"dtype": "F32", "shape": [2]}}'), "describes t"),
     "offsets against the shape": (lambda path: header(path, described(shape=[3])), "gives t 8 bytes.*needs 12"),
     "negative offsets": (lambda path: header(path, described(data_offsets=[-8, 0])), "gives t 8 bytes"),
+    "nested too deeply": (lambda path: header(path, DEEP.encode()), "not JSON"),
+    "a field twice": (lambda path: header(path, b'{"t": {"dtype": "U8", "dtype": "I8"}}'), "has dtype twice"),
+    **{kind: (in_layout(kind), message) for kind, (_, _, message) in LAYOUTS.items()},
 }
 
 
@@ -143,6 +176,38 @@ def test_damage_is_named(kind: str, single: Path) -> None:
         open_safetensors(single)
     assert "model.safetensors" in caught.value.message
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_library_refuses_these_layouts_too(kind: str, tmp_path: Path) -> None:
+    if kind == "the same entry twice":
+        pytest.skip("it takes the last of two")
+    path = tmp_path / "model.safetensors"
+    in_layout(kind)(path)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+
+
+SOUND = {
+    "written with metadata": lambda path: save_file(TENSORS, path, {"format": "pt", "": "a"}),
+    "nothing at all": lambda path: save_file({}, path),
+    "metadata alone": lambda path: save_file({}, path, {"format": "pt"}),
+    "empty ones": lambda path: save_file({name: torch.empty(0, 2) for name in "abc"}, path),
+    "empty ones between": lambda path: path.write_bytes(
+        laid_out(("z", 4, 4), ("b", 4, 8), ("y", 0, 0), ("a", 0, 4), ("x", 8, 8), size=8)
+    ),
+    "a header out of order": lambda path: path.write_bytes(laid_out(("b", 4, 8), ("a", 0, 4), size=8)),
+    "a padded header": lambda path: header(path, b'{"__metadata__": {}}' + b" " * 13),
+}
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_what_the_library_reads_is_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    SOUND[kind](path)
+    expected, store = load_file(path), open_files([path])
+    assert set(store.names()) == expected.keys()
+    assert all(torch.equal(store.read(name), tensor) for name, tensor in expected.items())
 
 
 @settings(max_examples=200, deadline=None)
@@ -176,6 +241,35 @@ class TestShards:
         (sharded / "model.safetensors.index.json").unlink()
         (sharded / "model-00002-of-00002.safetensors").unlink()
         with pytest.raises(FormatError, match="1 shards, their names say 2"):
+            open_safetensors(sharded)
+
+    @pytest.mark.parametrize("end", ["²", "٢", "x", "", "-2", "0x2"])
+    def test_a_name_that_says_no_number(self, sharded: Path, end: str) -> None:
+        (sharded / "model.safetensors.index.json").unlink()
+        for number in (1, 2):
+            shard = sharded / f"model-{number:05}-of-00002.safetensors"
+            shard.rename(sharded / f"model-{number:05}-of-{end}.safetensors")
+        with pytest.raises(FormatError, match="2 shards, their names say 0"):
+            open_safetensors(sharded)
+
+    def test_one_file_and_shards_without_an_index(self, sharded: Path) -> None:
+        save_file(TENSORS, sharded / "model.safetensors")
+        assert open_safetensors(sharded).files() == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        (sharded / "model.safetensors.index.json").unlink()
+        with pytest.raises(FormatError, match=r"both model.safetensors and model-00001-of-00002.* Remove the stale"):
+            open_safetensors(sharded)
+
+    @pytest.mark.parametrize("weights", [None, 3, "model", ["a"], {"a": 1}, {"a": None}, {"a": ["s"]}, {"a": ""}])
+    def test_an_index_that_names_no_files(self, sharded: Path, weights: object) -> None:
+        index = sharded / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weights}), encoding="utf-8")
+        with pytest.raises(FormatError, match=r"model.safetensors.index.json is no index of shards.*again"):
+            open_safetensors(sharded)
+
+    @pytest.mark.parametrize("text", ["", "[]", "3", "{}", DEEP, '{"weight_map": ' + '{"a":' * 200_000])
+    def test_an_index_that_is_none(self, sharded: Path, text: str) -> None:
+        (sharded / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        with pytest.raises(FormatError, match=r"model.safetensors.index.json is no index of shards.*again"):
             open_safetensors(sharded)
 
     def test_tensor_that_its_shard_lacks(self, sharded: Path) -> None:

@@ -244,9 +244,10 @@ def test_defects_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
     with pytest.raises(FormatError, match="is no JSON object"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(FormatError, match="not valid JSON"):
-        Tokenizer.load(tmp_path)
+    for text in ("{", "[" * 200_000):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(FormatError, match="not valid JSON"):
+            Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("nested", [False, True])
