@@ -178,10 +178,9 @@ def test_damage_is_named(kind: str, single: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+# Of the same entry twice it takes the last.
+@pytest.mark.parametrize("kind", sorted(LAYOUTS.keys() - {"the same entry twice"}))
 def test_the_library_refuses_these_layouts_too(kind: str, tmp_path: Path) -> None:
-    if kind == "the same entry twice":
-        pytest.skip("it takes the last of two")
     path = tmp_path / "model.safetensors"
     in_layout(kind)(path)
     with pytest.raises(SafetensorError):
