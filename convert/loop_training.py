@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import FormatError
+from ..runtime.config_types import check_known
 from ..runtime.progress import Reporter
 from ..runtime.template import Template, has_template
 from ..runtime.text import Tokenizer
@@ -123,7 +123,5 @@ def prepare(training: LoopTraining[TrainingRequest], folder: Path, reporter: Rep
         template = Template.from_folder(bundle, special_tokens=special, adds_bos=bos)
     data = prepare_data(training.data, tokenizer, template, folder / TOKENS, reporter)
     parts = [read_tokens(folder / TOKENS / f"{name}.safetensors")[0] for name in ("train", "held_out")]
-    highest = max(int(ids.max()) for ids in parts if len(ids))
-    if highest >= training.arch.vocab_size:
-        raise FormatError(f"the tokenizer knows token {highest}, the model only {training.arch.vocab_size}")
+    check_known(max(int(ids.max()) for ids in parts if len(ids)), training.arch.vocab_size)
     return data

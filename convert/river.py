@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import FormatError
+from ..runtime.config_types import check_known
 from ..runtime.decoder import EMBEDDING, load_frame
 from ..runtime.exits import CosineExit, FixedExit, Route
 from ..runtime.loading import Placement, make_river
@@ -83,9 +84,7 @@ class _Recipe:
         text = load_calibration(
             settings.calibration, self._tokenizer, tokens=settings.calibration_tokens, max_positions=arch.max_positions
         )
-        highest = int(max(text.quantise.max(), text.judge.max()))
-        if highest >= arch.vocab_size:
-            raise FormatError(f"the tokenizer knows token {highest}, the model only {arch.vocab_size}")
+        check_known(int(max(text.quantise.max(), text.judge.max())), arch.vocab_size)
         return text
 
     def _exit_layers(self, text: CalibrationText) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, UsageError
+from ..runtime.config_types import check_known
 from ..runtime.method_settings import TextUsed
 from ..runtime.text import Tokenizer
 from .calibration import CHARACTERS_A_TOKEN, SEQUENCE, sequences
@@ -56,8 +57,7 @@ def read_halves(request: TuneRequest, tokenizer: Tokenizer, *, max_positions: in
     length = min(SEQUENCE, max_positions, min(len(ids), request.limit_tokens) // FEWEST)
     if length < SHORTEST:
         raise UsageError(f"{request.text} is too short to tune on", f"Give at least {FEWEST * SHORTEST} tokens.")
-    if max(ids) >= vocab_size:
-        raise FormatError(f"the tokenizer knows token {max(ids)}, the model only {vocab_size}")
+    check_known(max(ids), vocab_size)
     rows = sequences(tokenizer, ids, length)
     count = min(len(rows), request.limit_tokens // length)
     rows = rows[[at * len(rows) // count for at in range(count)]]

@@ -128,6 +128,13 @@ def _rope(where: str, parameters: object) -> Iterator[tuple[str, object, Kind]]:
             yield from _rope(f"{where}.{name}", parameters[name])
 
 
+def check_known(token: int, vocab_size: int) -> None:
+    """Raise FormatError for a token, the highest of a text, that a model of `vocab_size` does not have."""
+    if token >= vocab_size:
+        what = f"the tokenizer knows token {token}, the model only {vocab_size}"
+        raise FormatError(what, "tokenizer.json and config.json seem to be of two models; fetch them again.")
+
+
 def shown(value: object) -> str:
     """A value as a message has it: no longer than a line can take."""
     text = repr(value)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding as look_up
 
-from ..errors import FormatError
 from ..quant.linear import DenseLinear, Linear
 from .architecture import Architecture, block_prefix
 from .attention import HeadNorm, RMSNorm
 from .block import Block, Fused, Norms, Projection, Separate, SeparateHeads
 from .cache import KVCache, KVStore
+from .config_types import check_known
 from .rope import Rotary
 from .stack import Stack, run_layers
 from .step import Pass, Step, chunk_counts
@@ -95,11 +95,9 @@ class Decoder:
         """Ids [B, S] -> [B, S, hidden]. Raises FormatError for an id beyond the vocabulary, on a CPU."""
         try:
             h = look_up(ids, self.embedding)
-        except IndexError as error:  # who encodes looks first (Tokenizer.check_known), where the config tells the size
-            what = f"the tokenizer knows token {int(ids.max())}, the model only {len(self.embedding)}"
-            raise FormatError(
-                what, "tokenizer.json and config.json seem to be of two models; fetch them again"
-            ) from error
+        except IndexError:  # who encodes looks first (Tokenizer.check_known), where the config tells the size
+            check_known(int(ids.max()), len(self.embedding))
+            raise
         return h if self._scale is None else h * self._scale
 
     def run(self, h: Tensor, step: Pass, kv: KVStore, layers: range | None = None) -> Tensor:

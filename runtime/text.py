@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from ..errors import FormatError, UsageError
+from .config_types import check_known
 from .json_text import parse_json
 from .pieces import piece_decoder
 
@@ -147,12 +148,8 @@ class Tokenizer:
         Asked of the ids in use, not of the whole vocabulary: models are published whose tokenizer has more tokens than
         their embedding (a padding token added for training, say), and which never use them.
         """
-        highest = max(ids, default=0)
-        if self.vocab_size is not None and highest >= self.vocab_size:
-            raise FormatError(
-                f"the tokenizer knows token {highest}, the model only {self.vocab_size}",
-                "tokenizer.json and config.json seem to be of two models; fetch them again.",
-            )
+        if self.vocab_size is not None:
+            check_known(max(ids, default=0), self.vocab_size)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of ids."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AdaptError, FormatError, UsageError
+from ..errors import AdaptError, UsageError
 from .bundle import Bundle
+from .config_types import check_known
 from .models import load_beside_exact
 from .options import SessionOptions
 from .progress import Reporter
@@ -95,8 +96,7 @@ def text_quality(
     ids = tokenizer.encode(text, add_special_tokens=False)[:limit]
     if len(ids) < 2:
         raise UsageError("The text has less than two tokens", "Give a longer one.")
-    if max(ids) >= arch.vocab_size:
-        raise FormatError(f"the tokenizer knows token {max(ids)}, the model only {arch.vocab_size}")
+    check_known(max(ids), arch.vocab_size)
     model, exact = load_beside_exact(bundle, options, reporter)
     sums = Sums(meter_of(model, bundle, exact), positions=length)
     with reporter.task("Measure the quality", len(ids)) as task:
