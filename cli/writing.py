@@ -58,12 +58,10 @@ def alone(output: Path | None) -> Iterator[None]:
 
     A file that is missing is made; where an error ends the work before anything is in it, it goes again.
     """
-    if output is None or (
-        output.exists() and not output.is_file()
-    ):  # a pipe or a device: whoever reads it sees to that
+    new = output is not None and not output.exists()
+    if output is None or not (new or output.is_file()):  # a pipe or a device: whoever reads it sees to that
         yield
         return
-    new = not output.exists()
     handle = _locked(output)
     try:
         yield

@@ -97,6 +97,8 @@ class River:
         arch = self.decoder.arch
         climbed = self._climb_natively(h, step, kv, self.policy, together=False)
         h, depths = climbed.h, torch.tensor(climbed.depths, device=h.device).view(h.shape[:2])
+        if climbed.done == arch.num_layers:
+            return h, depths
         left = depths > 0
         ladder, route = Ladder(arch, self.decoder.blocks, self.exits), self.route
         positions = step.positions.to(h.device)

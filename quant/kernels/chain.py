@@ -119,7 +119,7 @@ class Climbed:
     @classmethod
     def begin(cls, h: Tensor) -> "Climbed":
         """Before the first block."""
-        return cls(h, 0, array("q", bytes(8 * h[..., 0].numel())))
+        return cls(h, 0, array("q", bytes(8 * (h.numel() // h.shape[-1]))))
 
 
 class Chain:
