@@ -41,7 +41,7 @@ static inline O operand(W words, const int half) {
 
 static inline W no_words(void) { return _mm256_setzero_si256(); }
 static inline W add_words(W a, W b) { return _mm256_add_epi32(a, b); }
-static inline W multiply_pairs(W a, W b) { return _mm256_madd_epi16(a, b); }
+static inline W add_pairs(W total, W a, W b) { return add_words(total, _mm256_madd_epi16(a, b)); }
 static inline V word_floats(W words) { return _mm256_cvtepi32_ps(words); }
 
 static inline W broadcast_word(const char *from) { return _mm256_set1_epi32(word_at(from)); }
@@ -64,6 +64,7 @@ static int avx2_supported(void) { return __builtin_cpu_supports("avx2") && __bui
 #define DENSE_BLOCK 8
 #define DENSE_CASES \
     CASE(1, 1, 1) CASE(2, 1, 2) CASE(3, 1, 3) CASE(4, 1, 4) CASE(5, 1, 5) CASE(6, 1, 6) CASE(7, 1, 4) CASE(8, 1, 4)
+#define CHAINS(M) 1
 #define INT4_BLOCK 4
 #define INT4_CASES CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2)
 #include "products.h"

@@ -11,7 +11,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { GROUP = 128 };
+enum { GROUP = 128, AHEAD = 4096 };
 
 typedef struct Int8 Int8;
 struct Int8 {
@@ -74,21 +74,23 @@ static void scalar_rows(const Int8 *p, int64_t first, int64_t last) {
 #pragma GCC target("avx2,fma,avx512f,avx512bw")
 #endif
 #define NAME(x) avx512_##x
-#define STEP 32
-#define V __m512
-#define W __m512i
-#define zero() _mm512_setzero_ps()
-#define no_words() _mm512_setzero_si512()
-#define codes(from) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from)))
-#define pairs(from) _mm512_loadu_si512(from)
 #define add_dots(total, a, b) _mm512_add_epi32(total, _mm512_madd_epi16(a, b))
-#define scale_add(scale, words, total) _mm512_fmadd_ps(_mm512_set1_ps(scale), _mm512_cvtepi32_ps(words), total)
-#define sum(v) _mm512_reduce_add_ps(v)
-#include "int8.h"
+#include "int8_512.h"
+#include "target_end.h"
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vnni")
+#endif
+#define NAME(x) vnni_##x
+#define add_dots(total, a, b) _mm512_dpwssd_epi32(total, a, b)
+#include "int8_512.h"
 #include "target_end.h"
 #else
 #define avx2_rows scalar_rows
 #define avx512_rows scalar_rows
+#define vnni_rows scalar_rows
 #endif
 
 static void work(void *data) {
@@ -136,7 +138,10 @@ PyObject *adapt_int8(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (!isa) return NULL;
     Int8 p = {.w = adapt_pointer(a[6]), .scales = adapt_pointer(a[9]),
               .out = (uint16_t *)(uintptr_t)a[8], .M = a[4], .K = a[5], .n = a[7]};
-    p.rows = isa == &adapt_isa_scalar ? scalar_rows : isa == &adapt_isa_avx2 ? avx2_rows : avx512_rows;
+    p.rows = isa == &adapt_isa_scalar ? scalar_rows
+             : isa == &adapt_isa_avx2 ? avx2_rows
+             : isa == &adapt_isa_avx512 ? avx512_rows
+                                        : vnni_rows;
     int done = 1;
     Py_BEGIN_ALLOW_THREADS
     if (p.M > 0 && p.n > 0) done = run(&p, (const uint16_t *)(uintptr_t)a[3], a[1], (Team)(uintptr_t)a[0]);

@@ -16,8 +16,8 @@ static inline __attribute__((always_inline)) void NAME(dots)(const Int8 *p, cons
         int64_t count = group_width(p, g), k = 0;
         W dots[4];
         for (int m = 0; m < M; m++) dots[m] = no_words();
-        __builtin_prefetch(w + 2048);
-        __builtin_prefetch(w + 2048 + 64);
+        __builtin_prefetch(w + AHEAD);
+        __builtin_prefetch(w + AHEAD + 64);
         for (; k + STEP <= count; k += STEP) {
             W values = codes(w + k);
             for (int m = 0; m < M; m++) dots[m] = add_dots(dots[m], values, pairs(x + m * p->groups * GROUP + k));

@@ -4,7 +4,8 @@
  * values), O (what a pair of bf16 values is multiplied as) and HALVES: 2 where O holds the even or the odd values of the
  * pairs as floats, 1 where O is the pairs themselves. The operations: zero, add, scale_add, splat, sum, load_floats,
  * store_floats, load_words, load_operand, store_operand, operand, multiply_add; for 4 bits no_words, code_pairs,
- * broadcast_word, add_words, multiply_pairs, word_floats, parameters. GEMM: whether gemm.c serves it.
+ * broadcast_word, add_words, add_pairs, word_floats, parameters, and CHAINS(M): in how many sums at once a dot product
+ * of M rows is added up, which hides the time that one addition takes. GEMM: the product of many rows, or NULL.
  *
  * 4-bit codes are never converted to floating point: x is prepared in fixed point (fixed.h), so that a group's dot
  * products are exact sums of integers:
@@ -15,7 +16,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 2048, NEAR = 28672 };
+enum { STEP = 2 * LANES, STEP_BYTES = HALVES * LANES * 4, VECTORS = TILE / LANES, STRIP = 32, AHEAD = 4096, NEAR = 28672 };
 
 /* ---- bf16: x is stored per block of rows as [STEP inputs][row][half][lane], padded with zeros ---- */
 
@@ -154,8 +155,10 @@ INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *
                         V totals[VECTORS][BLOCK], const int M, const int N) {
     const uint8_t *codes = at + (wide ? 2 * LINE : LINE);
     UNROLL for (int v0 = 0; v0 < VECTORS; v0 += N) {
-        W dots[VECTORS][BLOCK], raw[VECTORS], pairs[VECTORS];
-        UNROLL for (int v = 0; v < N; v++) UNROLL for (int m = 0; m < M; m++) dots[v][m] = no_words();
+        const int chains = CHAINS(M); /* sums of integers: any order gives the same */
+        W dots[VECTORS][BLOCK][LINE_PAIRS], raw[VECTORS], pairs[VECTORS];
+        UNROLL for (int v = 0; v < N; v++) UNROLL for (int m = 0; m < M; m++) UNROLL for (int c = 0; c < chains; c++)
+            dots[v][m][c] = no_words();
         const char *x = xs;
         for (int64_t l = 0; l < lines; l++) {
             const uint8_t *line = codes + l * LINE + v0 * 4 * LANES;
@@ -165,15 +168,19 @@ INLINE void NAME(group)(const uint8_t *at, int64_t lines, int wide, const char *
                 UNROLL for (int v = 0; v < N; v++) pairs[v] = code_pairs(raw[v], pair);
                 UNROLL for (int m = 0; m < M; m++) {
                     W value = broadcast_word(x + PAIR_BYTES * m);
-                    UNROLL for (int v = 0; v < N; v++)
-                        dots[v][m] = add_words(dots[v][m], multiply_pairs(pairs[v], value));
+                    UNROLL for (int v = 0; v < N; v++) {
+                        W *dot = &dots[v][m][pair % chains];
+                        *dot = add_pairs(*dot, pairs[v], value);
+                    }
                 }
             }
         }
         UNROLL for (int v = 0; v < N; v++) {
             V scale = parameters(at, wide, v0 + v), zero_point = parameters(at, wide, VECTORS + v0 + v);
             UNROLL for (int m = 0; m < M; m++) {
-                V dot = scale_add(zero_point, splat(sums[2 * m]), word_floats(dots[v][m]));
+                W whole = dots[v][m][0];
+                UNROLL for (int c = 1; c < chains; c++) whole = add_words(whole, dots[v][m][c]);
+                V dot = scale_add(zero_point, splat(sums[2 * m]), word_floats(whole));
                 totals[v0 + v][m] = scale_add(multiply(scale, splat(sums[2 * m + 1])), dot, totals[v0 + v][m]);
             }
         }
