@@ -58,7 +58,7 @@ class DenseLinear:
         self.is_native = fixed and weight.dtype is torch.bfloat16 and weight.is_cpu and native.available()
         if self.is_native:
             self._few = self._native
-            few_rows = native.most_rows() if slow else NATIVE_ROWS
+            few_rows = native.most_rows(native.FEW_ROWS if slow else NATIVE_ROWS)
         self.few_elements = few_rows * self.in_features  # of x, for which the product for few rows is used
 
     @property

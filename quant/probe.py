@@ -41,7 +41,7 @@ def probe(device: torch.device) -> Kernels:
 def _probe(kind: str, index: int | None) -> Kernels:
     device = torch.device(kind, index) if index is not None else torch.device(kind)
     if kind == "cpu" and native.available():
-        return Kernels("native", native.FEW_ROWS)
+        return Kernels("native", native.most_int4_rows())
     if kind == "cpu" and _works("aten_cpu", device):
         return Kernels("aten_cpu", _ATEN_CPU_ROWS)
     if kind == "cuda" and _works("aten_cuda", device):

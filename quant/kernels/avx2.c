@@ -11,7 +11,7 @@
 #define ISA_NAME "avx2"
 #define LANES 8
 #define HALVES 2
-#define GEMM 1
+#define MANY &adapt_many_avx2
 typedef __m256 V;
 typedef __m256i W;
 typedef V O;

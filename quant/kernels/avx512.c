@@ -1,5 +1,6 @@
 /* AVX-512: sixteen lanes; the same steps as avx2.c. avx512bf16.c includes this file with BF16_DOT defined, where one
- * instruction multiplies a pair of bf16 values and adds both, and another one (VNNI) does so for 16-bit integers. */
+ * instruction multiplies a pair of bf16 values and adds both, and another one (VNNI) does so for 16-bit integers. With AMX
+ * it is the same but for many rows. */
 #include "native.h"
 
 #ifdef BF16_DOT
@@ -33,7 +34,7 @@
 #include "sums256.h"
 
 #define LANES 16
-#define GEMM 0 /* unmeasured there: torch has products for these */
+#define MANY NULL /* torch has products for these */
 typedef __m512 V;
 typedef __m512i W;
 
@@ -118,8 +119,17 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
     CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
 #include "products.h"
 
+#ifdef BF16_DOT
+static int amx_supported(void) { return NAME(supported)() && adapt_has_amx(); }
+
+const Isa adapt_isa_amx = ISA("amx", amx_supported, &adapt_many_amx, &adapt_many_amx);
+#endif
+
 #include "target_end.h"
 #else
 static int never(void) { return 0; }
+#ifdef BF16_DOT
+const Isa adapt_isa_amx = {.name = "amx", .supported = never};
+#endif
 const Isa ISA_SYMBOL = {.name = ISA_NAME, .supported = never};
 #endif

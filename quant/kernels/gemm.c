@@ -2,14 +2,11 @@
  *
  * Both are fp32 while they are multiplied. x is laid out once, in panels of up to 24 of its rows, [input][row]. A thread
  * takes a chunk of the weight's rows, 256 inputs at a time, and goes over the panels with it: the part of a panel in use
- * stays in the first-level cache, that of the chunk in the second. More than 384 rows of x are taken in turn. The order of
- * every sum is that of the inputs.
+ * stays in the first-level cache, that of the chunk in the second. The order of every sum is that of the inputs.
  */
-#include "gemm.h"
+#include "many.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <stdlib.h>
-
 #include "target256.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -17,8 +14,7 @@
 /* Read from memory once and not again with every use: twelve sums, three of these and one factor fill the registers. */
 #define IN_REGISTER(value) __asm__("" : "+x"(value))
 
-enum { LANES = 8, HEIGHT = 4, WIDEST = 3, DEPTH = 256, CHUNK = 64, MOST_ROWS = 384 };
-enum { ALONE = 100000 }; /* values of x that one thread lays out sooner than others wake */
+enum { LANES = 8, HEIGHT = 4, WIDEST = 3, DEPTH = 256, MOST_ROWS = 384 };
 
 /* What a thread has for itself. */
 typedef struct {
@@ -27,22 +23,21 @@ typedef struct {
     float done[MOST_ROWS * CHUNK];                /* [row of x][row of the weight] */
 } Own;
 
-typedef struct {
-    const Job *job;
-    int64_t vectors, panels; /* of x, as equal as can be: 3 vectors or 2 */
-    int64_t chunks, height;
-    int64_t ends[MAX_PARTS]; /* chunk after the last of each part */
-    float *x;
-    Own *own;
-    atomic_llong task, entered; /* the next chunk, and thread */
-} Gemm;
-
 /* ---- x ---- */
 
-/* The vectors before panel `at`. */
-static int64_t vectors_before(const Gemm *g, int64_t at) {
-    return at * (g->vectors / g->panels) + least(at, g->vectors % g->panels);
+static int64_t panels(int64_t M) { return ceil_div(M, LANES * WIDEST); }
+
+/* The vectors before panel `at`: panels are as equal as can be, 3 vectors or 2. */
+static int64_t vectors_before(int64_t M, int64_t at) {
+    int64_t vectors = ceil_div(M, LANES), count = panels(M);
+    return at * (vectors / count) + least(at, vectors % count);
 }
+
+static int64_t most_rows(int64_t K) { return (void)K, MOST_ROWS; }
+
+static size_t own_bytes(int64_t K) { return (void)K, sizeof(Own); }
+
+static size_t x_bytes(int64_t M, int64_t K) { return sizeof(float) * (size_t)(ceil_div(M, LANES) * LANES * K); }
 
 static __m256 widened(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
 
@@ -82,11 +77,12 @@ static void lay_vector(const Job *job, int64_t m, float *to, int64_t stride) {
 }
 
 static void lay_panels(const void *what, int64_t from, int64_t end) {
-    const Gemm *g = what;
+    const Many *many = what;
+    const Job *job = many->job;
     for (int64_t panel = from; panel < end; panel++) {
-        int64_t first = vectors_before(g, panel), count = vectors_before(g, panel + 1) - first;
-        float *to = g->x + first * LANES * g->job->K;
-        for (int64_t v = 0; v < count; v++) lay_vector(g->job, (first + v) * LANES, to + v * LANES, count * LANES);
+        int64_t first = vectors_before(job->M, panel), count = vectors_before(job->M, panel + 1) - first;
+        float *to = (float *)many->x + first * LANES * job->K;
+        for (int64_t v = 0; v < count; v++) lay_vector(job, (first + v) * LANES, to + v * LANES, count * LANES);
     }
 }
 
@@ -144,12 +140,12 @@ INLINE void tile(const float *w, int64_t count, const float *x, float *sums, int
 }
 
 /* The inputs from k on, of a chunk of `rows` rows. */
-static void multiply(const Gemm *g, Own *own, int64_t rows, int64_t k, int64_t count) {
-    int64_t K = g->job->K;
+static void multiply(const Many *many, Own *own, int64_t rows, int64_t k, int64_t count) {
+    int64_t K = many->job->K, M = many->job->M;
     int more = k > 0, end = k + count == K;
-    for (int64_t panel = 0; panel < g->panels; panel++) {
-        int64_t m = vectors_before(g, panel) * LANES, width = vectors_before(g, panel + 1) - m / LANES;
-        const float *x = g->x + m * K + k * width * LANES;
+    for (int64_t panel = 0; panel < panels(M); panel++) {
+        int64_t m = vectors_before(M, panel) * LANES, width = vectors_before(M, panel + 1) - m / LANES;
+        const float *x = (const float *)many->x + m * K + k * width * LANES;
         for (int64_t r = 0; r < rows; r += HEIGHT) {
             const float *w = own->weights + r * DEPTH;
             float *sums = own->sums + r * MOST_ROWS + m, *done = end ? own->done + m * CHUNK + r : NULL;
@@ -159,75 +155,26 @@ static void multiply(const Gemm *g, Own *own, int64_t rows, int64_t k, int64_t c
     }
 }
 
-/* The rows first to last of one part. */
-static void run_task(const Gemm *g, Own *own, int64_t part, int64_t first, int64_t last) {
-    const Job *job = g->job;
+static void run_task(const Many *many, void *at, int64_t part, int64_t first, int64_t last) {
+    const Job *job = many->job;
     const Dense *d = &job->dense[part];
+    Own *own = at;
     int64_t rows = last - first, odd = rows % HEIGHT;
     /* What fills the last four rows up is multiplied and not kept. */
     if (odd) memset(own->weights + rows * DEPTH, 0, sizeof(float) * (size_t)((HEIGHT - odd) * DEPTH));
     for (int64_t k = 0; k < job->K; k += DEPTH) {
         int64_t count = least(DEPTH, job->K - k);
         read_rows(job, d, first, rows, k, count, own->weights);
-        multiply(g, own, rows, k, count);
+        multiply(many, own, rows, k, count);
     }
     store_rows(own->done, CHUNK, (int)job->M, rows, d->bias, d->out, d->out_stride, 0, first);
 }
 
-static void run_tasks(void *data) {
-    Gemm *g = data;
-    Own *own = g->own + atomic_fetch_add_explicit(&g->entered, 1, memory_order_relaxed);
-    for (;;) {
-        int64_t task = atomic_fetch_add_explicit(&g->task, 1, memory_order_relaxed);
-        if (task >= g->chunks) return;
-        int64_t part = 0;
-        while (task >= g->ends[part]) part++;
-        int64_t first = (task - (part ? g->ends[part - 1] : 0)) * g->height;
-        run_task(g, own, part, first, least(g->job->dense[part].n, first + g->height));
-    }
-}
-
-/* Chunks of at most 64 rows, and at least eight for each thread where there are rows enough. */
-static void plan(Gemm *g) {
-    g->height = ceil_div(least(ceil_div(g->job->rows, 8 * g->job->threads), CHUNK), 16) * 16;
-    for (int i = 0; i < g->job->parts; i++) g->ends[i] = g->chunks += ceil_div(g->job->dense[i].n, g->height);
-}
-
-/* The product of up to 384 rows of x. */
-static void run_rows(Gemm *g, const Job *job, Team team, int64_t threads) {
-    g->job = job;
-    g->vectors = ceil_div(job->M, LANES);
-    g->panels = ceil_div(g->vectors, WIDEST);
-    atomic_init(&g->task, 0);
-    atomic_init(&g->entered, 0);
-    Shared panels = {.work = lay_panels, .what = g, .count = g->panels, .step = 1};
-    share(&panels, team, job->M * job->K < ALONE ? 1 : threads);
-    if (team && threads > 1) team(run_tasks, g, (unsigned)threads, 0);
-    else run_tasks(g);
-}
-
-int adapt_gemm(const Job *job, Team team) {
-    int64_t most = ceil_div(block_rows(job->M, MOST_ROWS), LANES) * LANES;
-    Gemm g = {.job = job};
-    plan(&g);
-    int64_t threads = team ? least(job->threads, g.chunks) : 1;
-    size_t x_bytes = adapt_lines(sizeof(float) * (size_t)(most * job->K));
-    char *memory = malloc(x_bytes + (size_t)threads * sizeof(Own) + LINE);
-    if (!memory) return 0;
-    g.x = adapt_aligned(memory);
-    g.own = (Own *)((char *)g.x + x_bytes);
-    for (int64_t m = 0; m < job->M; m += most) {
-        Job some = *job;
-        some.M = least(most, job->M - m);
-        some.x += m * job->K;
-        for (int i = 0; i < job->parts; i++) some.dense[i].out += m * job->dense[i].out_stride;
-        run_rows(&g, &some, team, threads);
-    }
-    free(memory);
-    return 1;
-}
+const Multiplier adapt_many_avx2 = {
+    .most_rows = most_rows, .own_bytes = own_bytes, .x_bytes = x_bytes, .panels = panels,
+                                    .lay_panels = lay_panels, .run_task = run_task};
 
 #include "target_end.h"
 #else
-int adapt_gemm(const Job *job, Team team) { return (void)job, (void)team, 0; }
+const Multiplier adapt_many_avx2 = {0};
 #endif

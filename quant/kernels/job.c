@@ -1,52 +1,56 @@
 /* Products by chunks of rows. Knows no Python and starts no threads. */
 #include "job.h"
 
-static void run_chunk(Job *job, int64_t chunk) {
-    int part = 0;
-    while (chunk >= job->ends[part]) part++;
-    int64_t first = (chunk - (part ? job->ends[part - 1] : 0)) * job->step;
+static void run_chunk(Job *job, int part, int64_t first, int64_t last) {
     int64_t block = block_rows(job->M, job->parts ? job->isa->dense_block : job->isa->int4_block);
     for (int64_t m = 0; m < job->M; m += block) {
         int rows = (int)least(block, job->M - m);
-        if (job->parts) {
-            const Dense *d = &job->dense[part];
-            job->isa->dense_rows(d, job->K, job->xs, m, rows, first, least(d->n, first + job->step));
-        } else {
-            job->isa->int4_rows(&job->int4, job->xs, job->sums, m, rows, first, least(job->int4.n, first + job->step));
-        }
+        if (job->parts) job->isa->dense_rows(&job->dense[part], job->K, job->xs, m, rows, first, last);
+        else job->isa->int4_rows(&job->int4, job->xs, job->sums, m, rows, first, last);
     }
+}
+
+/* The row behind the chunk that begins at `first`. Towards the end a thread takes no more than its share of half of what is
+ * left, so that all of them end at about the same time. */
+static int64_t chunk_end(const Job *job, int64_t first, int part) {
+    int64_t share = (job->rows - first) / (2 * job->threads);
+    int64_t rows = least(job->most, share > job->fewest ? share : job->fewest);
+    return least(first + ceil_div(rows, job->unit) * job->unit, job->ends[part]);
 }
 
 void adapt_work(void *data) {
     Job *job = data;
-    for (;;) {
-        int64_t chunk = atomic_fetch_add_explicit(job->next, 1, memory_order_relaxed);
-        if (chunk >= job->chunks) return;
-        run_chunk(job, chunk);
+    int part = 0;
+    long long first = atomic_load_explicit(job->next, memory_order_relaxed);
+    while (first < job->rows) {
+        while (first >= job->ends[part]) part++;
+        int64_t last = chunk_end(job, first, part), start = part ? job->ends[part - 1] : 0;
+        if (!atomic_compare_exchange_weak_explicit(job->next, &first, last, memory_order_relaxed, memory_order_relaxed))
+            continue;
+        run_chunk(job, part, first - start, last - start);
+        first = atomic_load_explicit(job->next, memory_order_relaxed);
     }
 }
 
-/* Rows per chunk, in whole units, but at least four chunks for each thread. */
-static int64_t rows_per_chunk(const Job *job, int64_t row_bytes, int64_t widest, int64_t unit) {
-    int64_t step = least(chunk_bytes(job->M, widest) / row_bytes + 1, ceil_div(job->rows, 4 * job->threads));
-    return ceil_div(step ? step : 1, unit) * unit;
+static void plan_chunks(Job *job, int64_t row_bytes, int64_t widest, int64_t unit) {
+    job->unit = unit;
+    job->most = chunk_bytes(job->M, widest) / row_bytes + 1;
+    job->fewest = LAST_BYTES / row_bytes + 1;
 }
 
 static void plan_dense(Job *job) {
-    job->rows = job->chunks = 0;
-    for (int i = 0; i < job->parts; i++) job->rows += job->dense[i].n;
+    job->rows = 0;
+    for (int i = 0; i < job->parts; i++) job->ends[i] = job->rows += job->dense[i].n;
     job->bytes = job->rows * job->K * 2;
-    job->step = rows_per_chunk(job, 2 * job->K, job->isa->dense_block, 4);
-    for (int i = 0; i < job->parts; i++) job->ends[i] = job->chunks += ceil_div(job->dense[i].n, job->step);
+    plan_chunks(job, 2 * job->K, job->isa->dense_block, 4);
 }
 
 static void plan_int4(Job *job) {
     const Int4 *p = &job->int4;
     int64_t tile = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
-    job->rows = p->n;
+    job->ends[0] = job->rows = p->n;
     job->bytes = ceil_div(p->n, TILE) * tile;
-    job->step = rows_per_chunk(job, ceil_div(tile, TILE), job->isa->int4_block, TILE);
-    job->ends[0] = job->chunks = ceil_div(p->n, job->step);
+    plan_chunks(job, ceil_div(tile, TILE), job->isa->int4_block, TILE);
 }
 
 void adapt_plan(Job *job) {

@@ -17,14 +17,15 @@ typedef struct {
     Dense dense[MAX_PARTS];
     Int4 int4;
     /* Set by adapt_plan and adapt_prepare. */
-    int64_t rows, bytes, step, chunks;
-    int64_t ends[MAX_PARTS]; /* chunk after the last of each part */
+    int64_t rows, bytes;
+    int64_t most, fewest, unit; /* rows that a thread takes at a time; a multiple of `unit` but for the last of a part */
+    int64_t ends[MAX_PARTS];    /* row after the last of each part, counted through all of them */
     void *xs;
     float *sums;
-    atomic_llong *next; /* the chunk that nobody has taken yet; the threads of a team share it */
+    atomic_llong *next; /* the row that nobody has taken yet; the threads of a team share it */
 } Job;
 
-/* Cut the rows of the weights into chunks. */
+/* Say in what chunks the rows of the weights are taken. */
 void adapt_plan(Job *job);
 
 /* Bytes that the prepared x takes. */
@@ -45,5 +46,7 @@ static inline int adapt_alone(int64_t multiplications, int64_t bytes) {
 /* Bytes of weights that a thread takes at a time, for M rows of x in passes of at most `widest`: what is read once comes
  * fastest in long streams, what several passes go over should stay near. */
 static inline int64_t chunk_bytes(int64_t M, int64_t widest) { return M > widest ? 65536 : 262144; }
+
+enum { LAST_BYTES = 16384 }; /* of the last chunks: about two microseconds */
 
 #endif

@@ -6,15 +6,15 @@
 
 #include <stdlib.h>
 
-#include "gemm.h"
 #include "job.h"
+#include "many.h"
 
-static const Isa *const isas[] = {&adapt_isa_avx512bf16, &adapt_isa_avx512, &adapt_isa_avx2, &adapt_isa_scalar};
+static const Isa *const isas[] = {&adapt_isa_amx, &adapt_isa_avx512bf16, &adapt_isa_avx512, &adapt_isa_avx2, &adapt_isa_scalar};
 enum { ISAS = sizeof isas / sizeof *isas };
 
 static void share_out(Job *job, Team team) {
     int alone = adapt_alone(job->rows * job->K * job->M, job->bytes);
-    int64_t threads = alone || !team ? 1 : least(job->threads, job->chunks);
+    int64_t threads = alone || !team ? 1 : least(job->threads, ceil_div(job->rows, job->unit));
     if (threads > 1) team(adapt_work, job, (unsigned)threads, 0);
     else adapt_work(job);
 }
@@ -24,7 +24,8 @@ static int run(Job *job, Team team) {
     atomic_init(&next, 0);
     adapt_plan(job);
     if (job->M < 1 || job->rows < 1) return 1;
-    if (job->isa->gemm && job->parts && job->M > GEMM_ABOVE) return adapt_gemm(job, team);
+    const Multiplier *many = job->parts ? job->isa->many : job->isa->many_int4;
+    if (many && job->M > MANY_ABOVE) return adapt_multiply_many(many, job, team);
     void *block = malloc(adapt_room(job) + LINE);
     if (!block) return 0;
     job->next = &next;
@@ -117,15 +118,14 @@ static PyObject *int4(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     return finish(&job, team);
 }
 
-/* isas() -> a pair for each instruction set, in order of preference: its name, or None where it is not supported, and
- * whether it has a bf16 product for many rows */
-static PyObject *isas_here(PyObject *self, PyObject *none) {
+/* instruction_sets() -> names in order of preference, None for what is not supported here */
+static PyObject *instruction_sets(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     PyObject *list = PyList_New(ISAS);
     for (Py_ssize_t i = 0; list && i < ISAS; i++) {
-        PyObject *pair = Py_BuildValue("zO", isas[i]->supported() ? isas[i]->name : NULL, isas[i]->gemm ? Py_True : Py_False);
-        if (!pair) Py_CLEAR(list);
-        else PyList_SET_ITEM(list, i, pair);
+        PyObject *name = Py_BuildValue("z", isas[i]->supported() ? isas[i]->name : NULL);
+        if (!name) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, i, name);
     }
     return list;
 }
@@ -145,7 +145,7 @@ static PyMethodDef methods[] = {
     {"adapter", (PyCFunction)(void (*)(void))adapt_adapter, METH_FASTCALL, "rows and what two products add to them"},
     {"draw", (PyCFunction)(void (*)(void))adapt_draw, METH_FASTCALL, "a token drawn from logits"},
     {"greatest", (PyCFunction)(void (*)(void))adapt_greatest, METH_FASTCALL, "the first of the greatest logits"},
-    {"isas", isas_here, METH_NOARGS, "instruction sets, best first"},
+    {"instruction_sets", instruction_sets, METH_NOARGS, "those that exist, best first"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -74,7 +74,8 @@ typedef struct {
     void (*rms_norm)(const uint16_t *x, const float *factor, uint16_t *out, int64_t rows, int64_t D, float eps);
     void (*gated)(int kind, const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count);
     void (*attend)(const Attention *a, int64_t group, int64_t span);
-    int gemm; /* whether many rows of x have a product of their own (gemm.c) */
+    const struct Multiplier *many;      /* the bf16 product of many rows of x (many.h); NULL where it has none */
+    const struct Multiplier *many_int4; /* and the 4-bit one */
 } Isa;
 
 /* M rows in passes of at most `widest`, as equal as can be. */
@@ -83,7 +84,8 @@ static inline int64_t block_rows(int64_t M, int64_t widest) {
     return (M + passes - 1) / passes;
 }
 
-extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16;
+extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16,
+    adapt_isa_amx;
 
 /* An address as Python gives it. */
 static inline const void *adapt_pointer(long long number) { return (const void *)(uintptr_t)number; }

@@ -23,6 +23,9 @@ MOST_MATRICES = 8  # in one call
 CHECK_TOLERANCE = 0.02  # of the largest output; bf16 rounds to 0.004, a wrong lane is off by about 1
 
 FEW_ROWS = 64  # beyond, where many rows have no product of their own, a cast and a fp32 product of torch are faster
+# Up to how many rows products of their own for many rows are faster than torch's.
+MOST_ROWS = {"avx2": sys.maxsize, "amx": 256}
+MOST_INT4_ROWS = {"amx": sys.maxsize}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,6 @@ class Library:
     team: int  # address of GOMP_parallel in the OpenMP runtime that torch uses, or 0
     team_size: int  # and of omp_get_num_threads in the same
     isas: dict[str, int]  # instruction sets that this processor has and that passed the check, best first
-    many: bool  # whether the first of them has a bf16 product of its own for many rows
 
 
 def available() -> bool:
@@ -55,10 +57,14 @@ def instruction_sets() -> tuple[str, ...]:
     return () if isinstance(found, str) else tuple(found.isas)
 
 
-def most_rows() -> int:
-    """Up to how many rows of x `bf16_matmul` is the fastest here."""
-    found = _load()
-    return sys.maxsize if not isinstance(found, str) and found.many else FEW_ROWS
+def most_rows(few: int = FEW_ROWS) -> int:
+    """Up to how many rows of x `bf16_matmul` is the fastest here: `few` where many have no product of their own."""
+    return MOST_ROWS.get(next(iter(instruction_sets()), ""), few)
+
+
+def most_int4_rows() -> int:
+    """As `most_rows`, of `int4_matmul`."""
+    return MOST_INT4_ROWS.get(next(iter(instruction_sets()), ""), FEW_ROWS)
 
 
 def bf16_matmul(
@@ -189,13 +195,12 @@ def _load() -> Library | str:
         module = import_module("._native", __package__)
     except ImportError as error:
         return f"the C module was not built (no C compiler at installation?): {error}"
-    if not hasattr(module, "blocks"):
+    if not hasattr(module, "instruction_sets"):
         return "the C module was built from an older source: install the package again"
-    isas = {name: index for index, (name, _) in enumerate(module.isas()) if name is not None}
+    isas = {name: index for index, name in enumerate(module.instruction_sets()) if name is not None}
     team, size = _torch_team()
     good = {n: i for n, i in isas.items() if n == "scalar" or _agrees(module, i, isas["scalar"])}
-    many = module.isas()[next(iter(good.values()))][1]
-    return Library(module, module.dense, module.int4, team, size, good, many)
+    return Library(module, module.dense, module.int4, team, size, good)
 
 
 def _torch_team() -> tuple[int, int]:

@@ -5,13 +5,14 @@
  * pairs as floats, 1 where O is the pairs themselves. The operations: zero, add, scale_add, splat, sum, load_floats,
  * store_floats, load_words, load_operand, store_operand, operand, multiply_add; for 4 bits no_words, code_pairs,
  * broadcast_word, add_words, add_pairs, word_floats, parameters, and CHAINS(M): in how many sums at once a dot product
- * of M rows is added up, which hides the time that one addition takes. GEMM: the product of many rows, or NULL.
+ * of M rows is added up, which hides the time that one addition takes. MANY: the product of many rows, or NULL.
  *
  * 4-bit codes are never converted to floating point: x is prepared in fixed point (fixed.h), so that a group's dot
  * products are exact sums of integers:
  *     y_n = sum_g s_ng u_g (sum_k X_k q_nk - z_ng sum_k X_k),  x_k = u_g X_k.
  */
 #include "fixed.h"
+#include "many.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -221,8 +222,9 @@ static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, in
 
 #include "rows.h"
 
-const Isa ISA_SYMBOL = {
-    ISA_NAME,         NAME(supported), DENSE_BLOCK,        INT4_BLOCK,      NAME(dense_bytes), NAME(dense_prepare),
-    NAME(dense_rows), NAME(int4_bytes), NAME(int4_prepare), NAME(int4_rows),
-    NAME(rms_norm),   NAME(gated),     NAME(attend),       GEMM,
-};
+#define ISA(name, supported, many, many_int4) \
+    {name,             supported,         DENSE_BLOCK,        INT4_BLOCK,      NAME(dense_bytes), NAME(dense_prepare), \
+     NAME(dense_rows), NAME(int4_bytes),  NAME(int4_prepare), NAME(int4_rows), NAME(rms_norm),    NAME(gated), \
+     NAME(attend),     many,              many_int4}
+
+const Isa ISA_SYMBOL = ISA(ISA_NAME, NAME(supported), MANY, NULL);

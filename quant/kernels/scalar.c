@@ -130,5 +130,5 @@ static void attend(const Attention *a, int64_t group, int64_t span) {
 
 const Isa adapt_isa_scalar = {
     "scalar", supported, BLOCK, BLOCK, x_bytes, prepare, dense_rows, x_bytes, int4_prepare, int4_rows,
-    rms_norm, gated, attend, 0,
+    rms_norm, gated, attend, NULL, NULL,
 };

@@ -47,7 +47,7 @@ def kernels(request, monkeypatch):
     """Every way to multiply a few rows on this machine."""
     if request.param == "native" and not native.available():
         pytest.skip(native.why_not())
-    rows = {"native": native.FEW_ROWS, "aten_cpu": 4, "none": 0}[request.param]
+    rows = {"native": native.most_int4_rows(), "aten_cpu": 4, "none": 0}[request.param]
     found = Kernels(None if request.param == "none" else request.param, rows)
     monkeypatch.setattr(linear_module, "probe", lambda _: found)
     return request.param
@@ -184,7 +184,7 @@ def test_dense_keeps_the_weight_it_was_given():
 def test_probe_is_cached_and_refuses_a_product_that_lies(monkeypatch):
     assert probe(CPU) is probe(CPU)
     if native.available():
-        assert probe(CPU) == Kernels("native", native.FEW_ROWS)
+        assert probe(CPU) == Kernels("native", native.most_int4_rows())
     real = probe_module.aten_product
     monkeypatch.setattr(probe_module, "aten_product", lambda kernel: lambda *a: 1.1 * real(kernel)(*a))
     assert not probe_module._works("aten_cpu", CPU)
