@@ -225,11 +225,11 @@ def test_non_finite_inputs_stay_in_their_row(isa: str, wrong: float, M: int) -> 
 
 def rounding(isa: str, M: int) -> float:
     """How far a 4-bit weight is from what its product takes, relative: for many rows AMX makes a bf16 number of it."""
-    return 2**-9 if isa == "amx" and M > 16 else 0.0
+    return 2**-8 if isa == "amx" and M > 16 else 0.0
 
 
 def close(got: Tensor, x: Tensor, w: Tensor, bias: Tensor, rounded: float = 0.0) -> None:
-    """Each output within half a bf16 step and 2^-16, and `rounded`, of the sum of its terms' sizes: those may cancel."""
+    """Each output within half a bf16 step and 2^-16, and `rounded`, of the sum of its terms' sizes: they may cancel."""
     expected = x.double() @ w.double().T + bias.double()
     size = x.double().abs() @ w.double().abs().T + bias.double().abs()
     assert ((got.double() - expected).abs() <= 2**-8 * expected.abs() + (2**-16 + rounded) * size).all()
