@@ -2,7 +2,8 @@
  * 32 inputs of each.
  *
  * x is laid out once, as tiles: [16 rows][32 inputs] as [pair of inputs][row][2]. A thread takes 32 rows of the weight at a
- * time, lays them out as tiles for itself, and goes over the panels of x with them, two tiles by two. 4-bit weights become bf16 numbers on the way, rounded. The order of every sum is that of the inputs.
+ * time, lays them out as tiles for itself, and goes over the panels of x with them, two tiles by two. 4-bit weights become bf16
+ * numbers on the way, rounded. The order of every sum is that of the inputs.
  */
 #include "many.h"
 
@@ -83,12 +84,15 @@ INLINE void turn(__m512 a[SIDE]) {
     }
     /* a[4 g + c] holds column 4 q + c of rows 4 g .. 4 g + 3 in its quarter q. */
     UNROLL for (int c = 0; c < 4; c++) {
-        __m512 even = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88), odd = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xdd);
-        __m512 even2 = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88), odd2 = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xdd);
-        b[c] = _mm512_shuffle_f32x4(even, even2, 0x88);
-        b[c + 8] = _mm512_shuffle_f32x4(even, even2, 0xdd);
-        b[c + 4] = _mm512_shuffle_f32x4(odd, odd2, 0x88);
-        b[c + 12] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+        __m512 even[2], odd[2];
+        UNROLL for (int half = 0; half < 2; half++) {
+            even[half] = _mm512_shuffle_f32x4(a[8 * half + c], a[8 * half + c + 4], 0x88);
+            odd[half] = _mm512_shuffle_f32x4(a[8 * half + c], a[8 * half + c + 4], 0xdd);
+        }
+        b[c] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
+        b[c + 8] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+        b[c + 4] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+        b[c + 12] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
     }
     UNROLL for (int i = 0; i < SIDE; i++) a[i] = b[i];
 }
@@ -101,7 +105,7 @@ static void lay_tile(const Job *job, int64_t m, int64_t k, uint32_t *to) {
     __mmask32 some = left < INPUTS ? ((__mmask32)1 << left) - 1 : (__mmask32)-1;
     __m512 words[SIDE];
     UNROLL for (int r = 0; r < SIDE; r++)
-        words[r] = r < rows ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(some, job->x + (m + r) * job->K + k)) : _mm512_setzero_ps();
+        words[r] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(r < rows ? some : 0, job->x + (m + r) * job->K + k));
     turn(words);
     UNROLL for (int r = 0; r < SIDE; r++) _mm512_storeu_ps(to + r * SIDE, words[r]);
 }
@@ -140,6 +144,8 @@ static void read_dense(const Dense *d, int64_t K, int64_t first, int64_t rows, u
     }
 }
 
+static __m512 widened(__m256i halves) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)); }
+
 /* bf16 numbers of two vectors, pair by pair. */
 static __m512 in_pairs(__m512 low, __m512 high) {
     __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
@@ -152,14 +158,9 @@ typedef struct {
 } Group;
 
 static Group read_group(const Int4 *p, const uint8_t *at) {
-    __m512 scale, zero;
-    if (p->wide) {
-        scale = _mm512_loadu_ps(at);
-        zero = _mm512_loadu_ps(at + LINE);
-    } else {
-        scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at)), 16));
-        zero = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(at + LINE / 2))), 16));
-    }
+    const __m256i *narrow = (const __m256i *)at;
+    __m512 scale = p->wide ? _mm512_loadu_ps(at) : widened(_mm256_loadu_si256(narrow));
+    __m512 zero = p->wide ? _mm512_loadu_ps(at + LINE) : widened(_mm256_loadu_si256(narrow + 1));
     return (Group){scale, _mm512_mul_ps(scale, _mm512_sub_ps(_mm512_setzero_ps(), zero))};
 }
 
@@ -218,10 +219,7 @@ static void store_tile(const Target *target, const float *sums, int64_t first, i
     UNROLL for (int r = 0; r < SIDE; r++) words[r] = _mm512_loadu_ps(sums + r * SIDE);
     turn(words);
     UNROLL for (int r = 0; r < SIDE; r++) _mm512_storeu_ps(turned[r], words[r]);
-    if (target->bias) {
-        __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, target->bias + first));
-        bias = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-    }
+    if (target->bias) bias = widened(_mm256_maskz_loadu_epi16(there, target->bias + first));
     for (int64_t r = 0; r < tokens; r++) {
         __m256bh narrow = _mm512_cvtneps_pbh(_mm512_add_ps(_mm512_loadu_ps(turned[r]), bias));
         _mm256_mask_storeu_epi16(target->out + (m + r) * target->stride + first, there, (__m256i)narrow);
@@ -264,7 +262,8 @@ static void run_task(const Many *many, void *own, int64_t part, int64_t first, i
 static void close_tiles(void) { _tile_release(); }
 
 const Multiplier adapt_many_amx = {.most_rows = most_rows, .own_bytes = own_bytes, .x_bytes = x_bytes,
-                                   .panels = panels, .lay_panels = lay_panels, .run_task = run_task, .enter = open_tiles, .leave = close_tiles};
+                                   .panels = panels, .lay_panels = lay_panels, .run_task = run_task,
+                                   .enter = open_tiles, .leave = close_tiles};
 
 #include "target_end.h"
 
