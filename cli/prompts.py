@@ -2,11 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import FormatError, UsageError
 from ..runtime.row_content import has_surrogate
 
 STDIN = "-"
+MOST_BYTES = 256 << 20  # what never ends, as /dev/zero does, is refused before memory is full
 
 
 def piped() -> bool:
@@ -18,7 +20,7 @@ def read_stdin() -> str:
     """Return all of stdin without its last line ending. Raises FormatError."""
     if sys.stdin is None:
         return ""
-    return _text(sys.stdin.buffer.read(), "stdin")
+    return _text(_read(sys.stdin.buffer, "stdin"), "stdin")
 
 
 def read_file(path: Path) -> str:
@@ -29,7 +31,15 @@ def read_file(path: Path) -> str:
         raise UsageError(f"{path} is a folder", "-f takes a text file")
     if not path.exists():
         raise UsageError(f"{path}: no such file", "-f takes a text file")
-    return _text(path.read_bytes(), str(path))
+    with path.open("rb") as file:
+        return _text(_read(file, str(path)), str(path))
+
+
+def _read(file: BinaryIO, name: str) -> bytes:
+    data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"{name} has more than {MOST_BYTES >> 20} MiB", "No prompt is so long; rows go in with -i")
+    return data
 
 
 def _text(data: bytes, name: str) -> str:

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
+from pydantic import ValidationError
+
 from ..errors import FormatError, ResourceError, UsageError
 from ..runtime.json_text import parse_json
 from ..runtime.manifest import FileRecord
@@ -237,11 +239,13 @@ class Workspace:
     # -- the output ------------------------------------------------------------------------------------------------
 
     def placed(self, name: str) -> FileRecord | None:
-        """The record of a file that is already whole in the output, or None."""
-        record = self._records / f"{name}.json"
-        if not record.is_file() or not (self.bundle / name).is_file():
+        """The record of a file that is already whole in the output, or None: also where the record is damaged."""
+        if not (self.bundle / name).is_file():
             return None
-        return FileRecord.model_validate_json(record.read_bytes())
+        try:
+            return FileRecord.model_validate_json((self._records / f"{name}.json").read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
 
     @contextmanager
     def place(self, name: str) -> Iterator["Placing"]:

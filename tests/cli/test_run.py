@@ -46,6 +46,12 @@ def test_prompt_sources(adapt: Invoke, tmp_path: Path) -> None:
     assert adapt("run", "-m", "b", "argument")[1] == "argument \n"
 
 
+def test_a_file_that_never_ends_is_refused(adapt: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapt_llm.cli.prompts.MOST_BYTES", 3 << 20)
+    code, _, err = adapt("run", "b", "-f", "/dev/zero")
+    assert (code, "/dev/zero has more than 3 MiB" in err) == (2, True)
+
+
 def test_piped_text_comes_before_the_prompt(adapt: Invoke, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     session = fakes.FakeSession(Path("b"), {})
     monkeypatch.setattr(services, "open_session", lambda *_: session)

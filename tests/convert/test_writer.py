@@ -146,6 +146,17 @@ def test_matching_work_is_taken_up(tmp_path: Path) -> None:
         assert work.read_note("kl") == {"kl": 0.1 + 0.2}
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"sha256": 1}', "\x00\xff"])
+def test_a_file_whose_record_is_damaged_is_written_again(tmp_path: Path, text: str) -> None:
+    with w.Workspace(tmp_path / "out", PRINT) as work:
+        writer.place_bytes(work, "a", b"1")
+        (work.folder / "records" / "a.json").write_text(text, encoding="latin-1")
+        assert work.placed("a") is None
+        assert not work.files()
+        writer.place_bytes(work, "a", b"1")
+        assert list(work.files()) == ["a"]
+
+
 def test_work_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
     """Configurations and tokens are made in a moment: the corrected command needs no permission to drop them."""
     with w.Workspace(tmp_path / "out", {"data": "empty"}) as work:
