@@ -70,5 +70,9 @@ def retire_collector() -> None:
     """Leave everything out of the interpreter's last searches: the program ends, and its memory goes as a whole.
 
     Objects are finalised as ever when their last reference goes; only cycles that nobody reaches are not looked for.
+    Triton's compiler, which torch's optimisers import, prints a page on stderr about its objects in such cycles.
     """
-    gc.freeze()
+    if "triton" in sys.modules:
+        gc.unfreeze()
+    else:
+        gc.freeze()

@@ -150,3 +150,13 @@ def test_where_torch_is_there_nothing_is_frozen() -> None:
 def test_the_end_leaves_nothing_to_look_through(thawed: None) -> None:
     retire_collector()
     assert gc.get_freeze_count() > 1000
+
+
+def test_the_end_is_silent_where_triton_was_imported() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "from adapt_llm.cli.collector import import_torch, retire_collector\n"
+        "import_torch()\nimport torch._dynamo, triton\nretire_collector()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
