@@ -173,7 +173,9 @@ def _check_magic(path: Path) -> None:
     if head.startswith(_LFS_POINTER):
         raise FormatError(f"{path.name} is a git-lfs pointer, not the file itself", "Run `git lfs pull` where it lies.")
     if head and not head.startswith(_MAGIC):
-        raise FormatError(f"{path.name} is not a GGUF file: it starts with {head[:4]!r}", _FETCH_AGAIN)
+        raise FormatError(
+            f"{path.name} is not a GGUF file: it does not begin as one", "Give another, or fetch it again."
+        )
 
 
 def _check_version(path: Path, version: int) -> None:

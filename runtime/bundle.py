@@ -228,7 +228,8 @@ def check_is_bundle(path: Path) -> None:
         raise UsageError(f"{path} is a file of the bundle {path.parent}", f"Give the folder: {path.parent}")
     if not path.exists():
         raise UsageError(f"There is no bundle at {path}", "Make one with `adapt convert SOURCE --method river -o DIR`.")
-    raise UsageError(f"{path} is not a bundle: it has no {MANIFEST_NAME}", first)
+    what = f"{path} is a file, not a bundle" if path.is_file() else f"{path} is not a bundle: it has no {MANIFEST_NAME}"
+    raise UsageError(what, "Give the folder that `adapt convert` wrote.")
 
 
 def check_size(path: Path, record: FileRecord) -> None:

@@ -42,7 +42,14 @@ def test_a_plain_model_is_told_apart(source: Path) -> None:
 def test_other_things_are_told_apart(tmp_path: Path) -> None:
     gguf = tmp_path / "x.gguf"
     gguf.write_bytes(b"GGUF")
-    for path, what in ((gguf, "GGUF file"), (tmp_path / "none", "There is no bundle"), (tmp_path, "has no adapt.json")):
+    plain = tmp_path / "README.md"
+    plain.touch()
+    for path, what in (
+        (gguf, "GGUF file"),
+        (plain, "is a file, not a bundle"),
+        (tmp_path / "none", "There is no bundle"),
+        (tmp_path, "has no adapt.json"),
+    ):
         with pytest.raises(UsageError, match=what):
             Bundle.open(path)
 
