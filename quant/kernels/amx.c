@@ -1,4 +1,4 @@
-/* Many rows of x times bf16 matrices in the tiles of AMX: one instruction multiplies 16 rows of the weight by 16 rows of x,
+/* Many rows of x times bf16 or 4-bit matrices in the tiles of AMX: one instruction multiplies 16 rows of the weight by 16 rows of x,
  * 32 inputs of each.
  *
  * x is laid out once, as tiles: [16 rows][32 inputs] as [pair of inputs][row][2]. A thread takes 32 rows of the weight at a
@@ -7,19 +7,15 @@
  */
 #include "many.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __has_include(<amxbf16intrin.h>)
+/* GCC from 11 on. Clang has these instructions too; nobody has run them. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __has_include(<amxbf16intrin.h>)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#ifdef __clang__
-#include <immintrin.h>
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
-#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")
 #include <immintrin.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -32,7 +28,6 @@ enum {
     FLOATS = SIDE * SIDE,      /* in a tile of sums */
     LINES = INPUTS / LINE_INPUTS,
     NEAR_BYTES = 1 << 20,      /* of x at a time: half a second-level cache */
-    MOST_ROWS = 384,
 };
 
 /* ---- tiles ---- */
@@ -50,6 +45,7 @@ static void open_tiles(void) { _tile_loadconfig(&shapes); }
 
 /* sums = two tiles of rows of the weight times P of x, over `steps` times 32 inputs: [row of x's tile][weight's tile]. */
 INLINE void multiply_tiles(const uint32_t *w, const uint32_t *x, int64_t steps, float *sums, const int P) {
+    __asm__ volatile("" ::: "memory"); /* the loads of tiles do not say that they read what was stored before */
     _tile_zero(0);
     _tile_zero(1);
     if (P > 1) _tile_zero(2);
@@ -97,12 +93,15 @@ INLINE void turn(__m512 a[SIDE]) {
     UNROLL for (int i = 0; i < SIDE; i++) a[i] = b[i];
 }
 
+/* Those of the next `count` inputs that a tile takes. */
+static __mmask32 inputs(int64_t count) { return count < INPUTS ? ((__mmask32)1 << count) - 1 : (__mmask32)-1; }
+
 /* ---- x ---- */
 
 /* Rows and inputs that are not there are zeros. */
 static void lay_tile(const Job *job, int64_t m, int64_t k, uint32_t *to) {
-    int64_t rows = least(SIDE, job->M - m), left = job->K - k;
-    __mmask32 some = left < INPUTS ? ((__mmask32)1 << left) - 1 : (__mmask32)-1;
+    int64_t rows = least(SIDE, job->M - m);
+    __mmask32 some = inputs(job->K - k);
     __m512 words[SIDE];
     UNROLL for (int r = 0; r < SIDE; r++)
         words[r] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(r < rows ? some : 0, job->x + (m + r) * job->K + k));
@@ -137,10 +136,8 @@ static void read_dense(const Dense *d, int64_t K, int64_t first, int64_t rows, u
     for (int64_t r = 0; r < PAIR; r++) {
         uint32_t *at = to + (r / SIDE * steps * SIDE + r % SIDE) * SIDE;
         const uint16_t *from = d->w + (first + r) * K;
-        for (int64_t k = 0; k < K; k += INPUTS, at += WORDS) {
-            __mmask32 some = r >= rows ? 0 : K - k < INPUTS ? ((__mmask32)1 << (K - k)) - 1 : (__mmask32)-1;
-            _mm512_storeu_si512(at, _mm512_maskz_loadu_epi16(some, from + k));
-        }
+        for (int64_t k = 0; k < K; k += INPUTS, at += WORDS)
+            _mm512_storeu_si512(at, _mm512_maskz_loadu_epi16(r < rows ? inputs(K - k) : 0, from + k));
     }
 }
 
@@ -164,39 +161,36 @@ static Group read_group(const Int4 *p, const uint8_t *at) {
     return (Group){scale, _mm512_mul_ps(scale, _mm512_sub_ps(_mm512_setzero_ps(), zero))};
 }
 
-/* The lines of one tile of the packed matrix from `line` on, up to `count` of them, as one of ours. */
-static void read_lines(const Int4 *p, const uint8_t *tile, int64_t line, int64_t count, uint32_t *to) {
+/* The eight inputs of one line of a tile of the packed matrix, in pairs. */
+INLINE void read_line(const Int4 *p, const uint8_t *tile, int64_t line, __m512 pairs[LINE_INPUTS / 2]) {
     const __m512i low = _mm512_set1_epi32(15);
     int64_t head = p->wide ? 2 : 1;
-    __m512 words[SIDE];
-    UNROLL for (int l = 0; l < LINES; l++) {
-        if (l < count) {
-            int64_t at = line + l, group = at / p->lines;
-            const uint8_t *start = tile + group * (p->lines + head) * LINE;
-            Group g = read_group(p, start);
-            __m512i codes = _mm512_loadu_si512(start + (head + at % p->lines) * LINE);
-            UNROLL for (unsigned pair = 0; pair < LINE_INPUTS / 2; pair++) {
-                __m512i even = _mm512_and_si512(_mm512_srli_epi32(codes, 4 * pair), low);
-                __m512i odd = _mm512_and_si512(_mm512_srli_epi32(codes, 16 + 4 * pair), low);
-                words[l * LINE_INPUTS / 2 + (int)pair] =
-                    in_pairs(_mm512_fmadd_ps(_mm512_cvtepi32_ps(even), g.scale, g.shift),
-                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(odd), g.scale, g.shift));
-            }
-        } else {
-            UNROLL for (int pair = 0; pair < LINE_INPUTS / 2; pair++) words[l * LINE_INPUTS / 2 + pair] = _mm512_setzero_ps();
-        }
+    const uint8_t *start = tile + line / p->lines * (p->lines + head) * LINE;
+    Group g = read_group(p, start);
+    __m512i codes = _mm512_loadu_si512(start + (head + line % p->lines) * LINE);
+    UNROLL for (unsigned pair = 0; pair < LINE_INPUTS / 2; pair++) {
+        __m512i even = _mm512_and_si512(_mm512_srli_epi32(codes, 4 * pair), low);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(codes, 16 + 4 * pair), low);
+        pairs[pair] = in_pairs(_mm512_fmadd_ps(_mm512_cvtepi32_ps(even), g.scale, g.shift),
+                               _mm512_fmadd_ps(_mm512_cvtepi32_ps(odd), g.scale, g.shift));
     }
+}
+
+/* The lines of one tile of the packed matrix from `line` on, up to `count` of them, as one of ours. */
+static void read_lines(const Int4 *p, const uint8_t *tile, int64_t line, int64_t count, uint32_t *to) {
+    __m512 words[SIDE];
+    UNROLL for (int i = 0; i < SIDE; i++) words[i] = _mm512_setzero_ps();
+    UNROLL for (int l = 0; l < LINES; l++)
+        if (l < count) read_line(p, tile, line + l, words + l * LINE_INPUTS / 2);
     turn(words);
     UNROLL for (int r = 0; r < SIDE; r++) _mm512_storeu_ps(to + r * SIDE, words[r]);
 }
-
-static int64_t tile_bytes(const Int4 *p) { return p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE; }
 
 /* As read_dense; `first` begins a tile. */
 static void read_int4(const Int4 *p, int64_t K, int64_t first, int64_t rows, uint32_t *to) {
     int64_t steps = steps_of(K);
     for (int64_t t = 0; t < 2; t++, to += steps * WORDS) {
-        const uint8_t *tile = p->data + (first / TILE + t) * tile_bytes(p);
+        const uint8_t *tile = p->data + (first / TILE + t) * adapt_tile_bytes(p);
         if (t * SIDE >= rows) memset(to, 0, sizeof *to * (size_t)(steps * WORDS));
         else for (int64_t s = 0; s < steps; s++) read_lines(p, tile, s * LINES, K / LINE_INPUTS - s * LINES, to + s * WORDS);
     }
@@ -261,7 +255,7 @@ static void run_task(const Many *many, void *own, int64_t part, int64_t first, i
 
 static void close_tiles(void) { _tile_release(); }
 
-const Multiplier adapt_many_amx = {.most_rows = most_rows, .own_bytes = own_bytes, .x_bytes = x_bytes,
+const Multiplier adapt_many_amx = {.height = PAIR, .most_rows = most_rows, .own_bytes = own_bytes, .x_bytes = x_bytes,
                                    .panels = panels, .lay_panels = lay_panels, .run_task = run_task,
                                    .enter = open_tiles, .leave = close_tiles};
 

@@ -22,7 +22,6 @@ static inline V add(V a, V b) { return _mm256_add_ps(a, b); }
 static inline V multiply(V a, V b) { return _mm256_mul_ps(a, b); }
 static inline V scale_add(V scale, V a, V b) { return _mm256_fmadd_ps(scale, a, b); }
 static inline V multiply_add(O w, O x, V acc) { return _mm256_fmadd_ps(w, x, acc); }
-static inline V load_floats(const float *from) { return _mm256_loadu_ps(from); }
 static inline void store_floats(float *to, V value) { _mm256_storeu_ps(to, value); }
 static inline W load_words(const void *from) { return _mm256_loadu_si256(from); }
 typedef __m128i H; /* as many bf16 values as a vector has lanes */

@@ -13,7 +13,8 @@
 #define ISA_NAME "avx512"
 #endif
 
-#if defined(__x86_64__) && defined(__GNUC__)
+/* GCC knows bf16 from 10 on. */
+#if defined(__x86_64__) && defined(__GNUC__) && (!defined(BF16_DOT) || __has_include(<avx512bf16intrin.h>))
 #ifdef __clang__
 #include <immintrin.h>
 #ifdef BF16_DOT
@@ -43,7 +44,6 @@ static inline V splat(float value) { return _mm512_set1_ps(value); }
 static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 static inline V multiply(V a, V b) { return _mm512_mul_ps(a, b); }
 static inline V scale_add(V scale, V a, V b) { return _mm512_fmadd_ps(scale, a, b); }
-static inline V load_floats(const float *from) { return _mm512_loadu_ps(from); }
 static inline void store_floats(float *to, V value) { _mm512_storeu_ps(to, value); }
 static inline W load_words(const void *from) { return _mm512_loadu_si512(from); }
 typedef __m256i H; /* as many bf16 values as a vector has lanes */
@@ -120,7 +120,7 @@ static inline V parameters(const uint8_t *at, int wide, int index) {
 #include "products.h"
 
 #ifdef BF16_DOT
-static int amx_supported(void) { return NAME(supported)() && adapt_has_amx(); }
+static int amx_supported(void) { return NAME(supported)() && __builtin_cpu_supports("avx512vl") && adapt_has_amx(); }
 
 const Isa adapt_isa_amx = ISA("amx", amx_supported, &adapt_many_amx, &adapt_many_amx);
 #endif

@@ -14,7 +14,7 @@
 /* Read from memory once and not again with every use: twelve sums, three of these and one factor fill the registers. */
 #define IN_REGISTER(value) __asm__("" : "+x"(value))
 
-enum { LANES = 8, HEIGHT = 4, WIDEST = 3, DEPTH = 256, MOST_ROWS = 384 };
+enum { LANES = 8, HEIGHT = 4, WIDEST = 3, DEPTH = 256 };
 
 /* What a thread has for itself. */
 typedef struct {
@@ -170,9 +170,8 @@ static void run_task(const Many *many, void *at, int64_t part, int64_t first, in
     store_rows(own->done, CHUNK, (int)job->M, rows, d->bias, d->out, d->out_stride, 0, first);
 }
 
-const Multiplier adapt_many_avx2 = {
-    .most_rows = most_rows, .own_bytes = own_bytes, .x_bytes = x_bytes, .panels = panels,
-                                    .lay_panels = lay_panels, .run_task = run_task};
+const Multiplier adapt_many_avx2 = {.height = TILE, .most_rows = most_rows, .own_bytes = own_bytes, .x_bytes = x_bytes,
+                                    .panels = panels, .lay_panels = lay_panels, .run_task = run_task};
 
 #include "target_end.h"
 #else

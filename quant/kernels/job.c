@@ -47,7 +47,7 @@ static void plan_dense(Job *job) {
 
 static void plan_int4(Job *job) {
     const Int4 *p = &job->int4;
-    int64_t tile = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
+    int64_t tile = adapt_tile_bytes(p);
     job->ends[0] = job->rows = p->n;
     job->bytes = ceil_div(p->n, TILE) * tile;
     plan_chunks(job, ceil_div(tile, TILE), job->isa->int4_block, TILE);

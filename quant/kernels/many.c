@@ -9,7 +9,7 @@ static int64_t rows_of(const Job *job, int part) { return job->parts ? job->dens
 
 /* Chunks of at most 64 rows, and at least eight for each thread where there are rows enough. */
 static void plan(Many *many, const Job *job) {
-    many->height = ceil_div(least(ceil_div(job->rows, 8 * job->threads), CHUNK), TILE) * TILE;
+    many->height = ceil_div(least(ceil_div(job->rows, 8 * job->threads), CHUNK), many->by->height) * many->by->height;
     for (int i = 0; i < (job->parts ? job->parts : 1); i++)
         many->ends[i] = many->chunks += ceil_div(rows_of(job, i), many->height);
 }

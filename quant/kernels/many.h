@@ -9,7 +9,10 @@
  * above this, but not those that it gets among few. */
 enum { MANY_ABOVE = 16 };
 
-enum { CHUNK = 64 }; /* rows of the weight that a thread takes at a time, at most */
+enum {
+    CHUNK = 64,      /* rows of the weight that a thread takes at a time, at most */
+    MOST_ROWS = 384, /* of x that are laid out at a time, at most */
+};
 
 typedef struct Multiplier Multiplier;
 
@@ -27,6 +30,7 @@ typedef struct {
 
 /* How an instruction set does it. */
 struct Multiplier {
+    int64_t height;                    /* rows of the weight that are multiplied together: chunks are a multiple of it */
     int64_t (*most_rows)(int64_t K);   /* of x at a time: what is laid out of it stays near */
     size_t (*own_bytes)(int64_t K);    /* what a thread has for itself */
     size_t (*x_bytes)(int64_t M, int64_t K);
@@ -43,7 +47,7 @@ int adapt_multiply_many(const Multiplier *by, const Job *job, Team team);
 /* Instruction sets' own; each only where its processor has been asked for. */
 extern const Multiplier adapt_many_avx2, adapt_many_amx;
 
-/* Whether this processor and system have AMX for bf16 values, beside AVX-512 for them. */
+/* Whether this processor and system have AMX for bf16 values. */
 int adapt_has_amx(void);
 
 #endif

@@ -14,7 +14,8 @@ enum { ISAS = sizeof isas / sizeof *isas };
 
 static void share_out(Job *job, Team team) {
     int alone = adapt_alone(job->rows * job->K * job->M, job->bytes);
-    int64_t threads = alone || !team ? 1 : least(job->threads, ceil_div(job->rows, job->unit));
+    int64_t least_rows = ceil_div(job->fewest, job->unit) * job->unit; /* of a chunk */
+    int64_t threads = alone || !team ? 1 : least(job->threads, ceil_div(job->rows, least_rows));
     if (threads > 1) team(adapt_work, job, (unsigned)threads, 0);
     else adapt_work(job);
 }

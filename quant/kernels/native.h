@@ -84,11 +84,13 @@ static inline int64_t block_rows(int64_t M, int64_t widest) {
     return (M + passes - 1) / passes;
 }
 
-extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16,
-    adapt_isa_amx;
+extern const Isa adapt_isa_scalar, adapt_isa_avx2, adapt_isa_avx512, adapt_isa_avx512bf16, adapt_isa_amx;
 
 /* An address as Python gives it. */
 static inline const void *adapt_pointer(long long number) { return (const void *)(uintptr_t)number; }
+
+/* Bytes of one tile: of 16 rows of the matrix. */
+static inline int64_t adapt_tile_bytes(const Int4 *p) { return p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE; }
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

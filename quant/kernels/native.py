@@ -231,7 +231,7 @@ def _agrees(module: ModuleType, isa: int, scalar: int) -> bool:
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
     scales = torch.rand(N, K // group, generator=generator).bfloat16().float() + 0.125
     packs = [pack_int4(codes, scales, scales * factor, group) for factor in (8.0, 8.1)]
-    for M in (*range(1, 9), 29):
+    for M in (*range(1, 9), 33):  # of 33, panels of either size remain in gemm.c, and a single one in amx.c
         x = torch.randn(M, K, generator=generator).bfloat16()
         for matrix in (w, *packs):
             expected, got = (_on_one_thread(module, which, x, matrix) for which in (scalar, isa))

@@ -2,7 +2,7 @@
  *
  * Wanted from the includer: NAME(x); LANES; types V (LANES floats), W (LANES words of 32 bits, each a pair of 16-bit
  * values), O (what a pair of bf16 values is multiplied as) and HALVES: 2 where O holds the even or the odd values of the
- * pairs as floats, 1 where O is the pairs themselves. The operations: zero, add, scale_add, splat, sum, load_floats,
+ * pairs as floats, 1 where O is the pairs themselves. The operations: zero, add, scale_add, splat, sum,
  * store_floats, load_words, load_operand, store_operand, operand, multiply_add; for 4 bits no_words, code_pairs,
  * broadcast_word, add_words, add_pairs, word_floats, parameters, and CHAINS(M): in how many sums at once a dot product
  * of M rows is added up, which hides the time that one addition takes. MANY: the product of many rows, or NULL.
@@ -201,7 +201,7 @@ INLINE void NAME(tile)(const Int4 *p, const uint8_t *at, const char *xs, const f
 
 static void NAME(int4_rows)(const Int4 *p, const void *xs, const float *sums, int64_t m0, int rows, int64_t first,
                             int64_t last) {
-    int64_t K = p->groups * p->lines * LINE_INPUTS, bytes = p->groups * (p->lines + (p->wide ? 2 : 1)) * LINE;
+    int64_t K = p->groups * p->lines * LINE_INPUTS, bytes = adapt_tile_bytes(p);
     const char *x = (const char *)xs + m0 * K / 2 * PAIR_BYTES;
     sums += 2 * m0 * p->groups;
     for (int64_t n = first; n < last; n += TILE) {

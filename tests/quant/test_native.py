@@ -2,8 +2,6 @@
 
 import ctypes
 import mmap
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -109,6 +107,24 @@ def test_a_row_gets_the_same_bits_beside_any_number_of_many(threads: int) -> Non
     alone = native.bf16_matmul(x, w, threads=1)
     for M in (17, 64, 385, 499):
         assert torch.equal(native.bf16_matmul(x[:M], w, threads=threads), alone[:M]), M
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_of_int4_gets_the_same_bits_beside_any_number_of_many(threads: int) -> None:
+    x, packed = normal(500, 704, seed=1), packing.pack_int4(*int4(200, 704, 64, exact=True), 64)
+    alone = native.int4_matmul(x, packed, threads=1)
+    for M in (17, 64, 385, 499):
+        assert torch.equal(native.int4_matmul(x[:M], packed, threads=threads), alone[:M]), M
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("N", "K", "group"), [(48, 128, 32), (37, 320, 64), (21, 120, 24)])
+def test_a_weight_is_rounded_to_the_nearest(isa: str, N: int, K: int, group: int) -> None:
+    """Each row of x picks one input: what comes out are the weights, which are exact in fp32, as bf16 numbers."""
+    codes, scales, zeros = int4(N, K, group, exact=True)
+    picks = torch.eye(K, dtype=torch.bfloat16)
+    got = native.int4_matmul(picks, packing.pack_int4(codes, scales, zeros, group), isa=isa)
+    assert torch.equal(got.T, dequantized(codes, scales, zeros).float().bfloat16())
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -323,30 +339,3 @@ def test_no_rows() -> None:
     assert native.bf16_matmul(normal(0, 8), normal(4, 8)).shape == (0, 4)
     assert native.bf16_matmul(normal(2, 8), normal(0, 8)).shape == (2, 0)
     assert native.int4_matmul(normal(0, 8), packing.pack_int4(*int4(4, 8, 8, exact=True), 8)).shape == (0, 4)
-
-
-def test_a_wrong_instruction_set_is_not_used() -> None:
-    """The check at load finds a product that confuses two rows."""
-    module: Any = type("Module", (), {})()
-    library: Any = native._load()
-    module.dense, module.int4 = library.dense, library.int4
-    scalar = library.isas["scalar"]
-    assert native._agrees(module, scalar, scalar)
-    wrong = len(library.isas) + 100
-
-    def dense(team: int, threads: int, isa: int, x: int, M: int, K: int, w: int, *rest: int) -> None:
-        library.dense(team, threads, scalar, x, M, K, w + (2 * K if isa == wrong else 0), rest[0] - 1, *rest[1:])
-
-    module.dense = dense
-    assert not native._agrees(module, wrong, scalar)
-
-
-def test_without_the_module_the_reason_is_said() -> None:
-    code = (
-        "import sys; sys.modules['adapt_llm.quant.kernels._native'] = None\n"
-        "from adapt_llm.quant.kernels import native\n"
-        "assert not native.available() and native.instruction_sets() == ()\n"
-        "print(native.why_not())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "not built" in done.stdout
